@@ -1,0 +1,1 @@
+"""The service: it runs what the state machine decides."""

@@ -1,0 +1,1 @@
+"""The engine host: a child process with vLLM, or the simulated engine, in it."""

@@ -1,0 +1,1 @@
+"""What an inference engine may do now: pure rules, without I/O, asyncio or a clock."""
