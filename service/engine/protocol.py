@@ -9,9 +9,10 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from statemachine.events import EngineView, JsonMap
 from statemachine.states import Mode, Tag
 
-JsonMap = dict[str, Any]
+__all__ = ["EngineDied", "EngineError", "EngineInfo", "EngineRefused", "EngineView", "HostSettings", "HostedEngine", "JsonMap"]
 
 
 class EngineError(Exception):
@@ -43,24 +44,6 @@ class EngineInfo:
     model: str
     max_model_len: int
     weight_transfer: bool
-
-
-@dataclass(frozen=True)
-class EngineView:
-    """What the engine says of itself. Every worker has taken part in the answer.
-
-    Attributes:
-        scheduling: False from the moment a pause is in force, also while it still drains.
-        asleep: tags whose memory is not resident, in the order of `Tag`.
-        meta_parameters: some parameter is on the meta device: a weight session is open in a
-            worker or ended badly.
-        weight_version: the engine's own label.
-    """
-
-    scheduling: bool
-    asleep: tuple[Tag, ...] = ()
-    meta_parameters: bool = False
-    weight_version: str = "default"
 
 
 class HostedEngine(Protocol):
