@@ -1,0 +1,1 @@
+"""Generated from `host.proto` and `control.proto` by `generate.py`; not edited by hand."""
