@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -87,16 +87,15 @@ class _Watcher:
         self._closed = True
         self._wake.set()
 
-    async def statuses(self) -> AsyncIterator[int]:
-        """Yield until closed; what waits at that moment is still yielded."""
-        while True:
-            while self._waiting:
-                self._sent = self._waiting.popleft()
-                yield self._sent
+    async def next(self) -> int | None:
+        """The next status to send, or None once closed and everything has been handed out."""
+        while not self._waiting:
             if self._closed:
-                return
+                return None
             self._wake.clear()
             await self._wake.wait()
+        self._sent = self._waiting.popleft()
+        return self._sent
 
 
 class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated without types
@@ -129,15 +128,15 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # genera
             statuses={name: _RESPONSE[status] for name, status in self._status.items()}
         )
 
-    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if self._closed:
             return
         name: str = request.service
         watcher = _Watcher(self._status.get(name, SERVICE_UNKNOWN))
         self._watchers.setdefault(name, set()).add(watcher)
         try:
-            async for status in watcher.statuses():
-                yield _RESPONSE[status]
+            while (status := await watcher.next()) is not None:
+                await context.write(_RESPONSE[status])
         finally:
             self._watchers[name].discard(watcher)
             if not self._watchers[name]:
