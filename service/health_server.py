@@ -17,29 +17,28 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from service.grpc_listener import make_server
 from service.settings import Address
+from statemachine import health
+from statemachine.states import State
 
 SERVING: int = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
-STARTING: Mapping[str, bool] = MappingProxyType(
-    {"liveness": True, "readiness": False, "vllm.Inference": False, "vllm.Control": False, "": False}
-)
+STARTING: Mapping[str, bool] = MappingProxyType(health.statuses(State.STARTING, False, False))
 """What is shown from the moment the port opens until the first `set`."""
 
 MAX_BEHIND = 16
 """Changes that wait for one Watch stream; beyond it they are merged into the latest."""
 
 LAST_WORDS_S = 0.1
-"""How long `close` lets the ends of the Watch streams travel. A stream whose reader is frozen
-never ends by itself; all others need about 0.05 s for a thousand."""
+"""How long `close` lets the ends of the Watch streams travel; then they are cut. Only a stream whose
+reader is frozen, with a full window, needs to be."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
-    # Else a second instance on this port would start silently and share its connections.
-    ("grpc.so_reuseport", 0),
-    # Sidecars ping more often than gRPC allows by default; they would get GOAWAY "too_many_pings".
-    ("grpc.http2.max_ping_strikes", 0),
+    # Anybody may connect here: no larger than a command may be.
+    ("grpc.max_receive_message_length", 8 * 1024 * 1024),
     ("grpc.keepalive_permit_without_calls", 1),
     # Finds watchers that vanished without a FIN, so that their streams do not stay for ever.
     ("grpc.keepalive_time_ms", 60_000),
@@ -173,7 +172,7 @@ class HealthServer:
         """
         address = Address.parse(address) if isinstance(address, str) else address
         servicer = _Servicer(statuses)
-        server = grpc.aio.server(options=OPTIONS)
+        server = make_server(OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         register(server)
         await _check_bindable(address)

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from statemachine.health import LEGACY
+
 CALL_TIMEOUTS_S: Mapping[str, float] = MappingProxyType(
     {
         "pause": 60.0,
@@ -49,8 +51,6 @@ LAST_STEPS_S = 5.0
 
 TERMINATION_MARGIN_S = 5
 """Between the shutdown budget and the moment at which Kubernetes should kill the pod."""
-
-LEGACY_HEALTH_NAMES = ("vllm.Inference", "vllm.Control", "")
 
 DYNAMO_GRACE = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
 DEFAULT_GRACE_S = 5.0
@@ -335,7 +335,7 @@ def _host(text: str) -> str:
 
 def _health_name(text: str) -> str:
     name = "" if text == '""' else text
-    if name not in LEGACY_HEALTH_NAMES:
+    if name not in LEGACY:
         raise ValueError(f'{text!r} is not one of vllm.Inference, vllm.Control, ""')
     return name
 
