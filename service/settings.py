@@ -14,7 +14,6 @@ import ipaddress
 import math
 import os
 import re
-import secrets
 import socket
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from bus.subjects import check_name, default_instance_name
 from statemachine.health import LEGACY
 
 CALL_TIMEOUTS_S: Mapping[str, float] = MappingProxyType(
@@ -55,7 +55,6 @@ TERMINATION_MARGIN_S = 5
 DYNAMO_GRACE = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
 DEFAULT_GRACE_S = 5.0
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 
 
@@ -246,14 +245,6 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def _name(text: str) -> str:
-    if not NAME.fullmatch(text):
-        raise ValueError(
-            f"{text!r} is not a name (letters, digits and '-', at most 63, not starting with '-')"
-        )
-    return text
-
-
 def _choice(*choices: str) -> Kind:
     def parse(text: str) -> str:
         if text not in choices:
@@ -362,7 +353,7 @@ def _toml_call_timeouts(value: object) -> list[tuple[str, float]]:
 
 
 TEXT = _text_kind(_not_empty, "TEXT")
-NAME_KIND = _text_kind(_name, "NAME")
+NAME = _text_kind(check_name, "NAME")
 HOST = _text_kind(_host, "HOST")
 ADDRESS = _text_kind(Address.parse, "HOST:PORT")
 SECONDS = _seconds_kind(_not_negative)
@@ -424,8 +415,8 @@ _BROKER_OPTIONS = (
     Option("nats_tls_ca", READABLE_FILE, None, "PEM file with the authorities to check the broker by."),
     Option("nats_tls_cert", READABLE_FILE, None, "PEM file with our certificate."),
     Option("nats_tls_key", READABLE_FILE, None, "PEM file with our private key."),
-    Option("namespace", NAME_KIND, "default", "Namespace of the instances."),
-    Option("component", NAME_KIND, "backend", "Component of the instances."),
+    Option("namespace", NAME, "default", "Namespace of the instances."),
+    Option("component", NAME, "backend", "Component of the instances."),
 )
 
 CLIENT_OPTIONS: tuple[Option, ...] = (
@@ -443,7 +434,7 @@ SERVE_OPTIONS: tuple[Option, ...] = (
         "one that answers on 127.0.0.1:4222, else an embedded one is started there",
     ),
     *_BROKER_OPTIONS,
-    Option("instance", NAME_KIND, None, "Name of this instance.", "host name and 6 hex digits"),
+    Option("instance", NAME, None, "Name of this instance.", "host name and 6 hex digits"),
     Option("role", _choice("prefill", "decode", "aggregated"), "aggregated", "Its part in serving."),
     Option(
         "grpc_address",
@@ -550,7 +541,7 @@ def load_serve(
         values["grace_period_s"] = _dynamo_grace_s(dynamo)
     values["call_timeouts_s"] = MappingProxyType({**CALL_TIMEOUTS_S, **dict(values.pop("call_timeout_s"))})
     if values["instance"] is None:
-        values["instance"] = default_instance(socket.gethostname())
+        values["instance"] = default_instance_name(socket.gethostname())
     if values["data_dir"] is None:
         values["data_dir"] = _state_home(environ) / "watchkeeper"
     if values["shutdown_timeout_s"] is None:
@@ -696,12 +687,6 @@ def check_model(model: str, engine: str) -> str:
     elif path.suffix != ".gguf":
         raise SettingsError(f"MODEL {model!r} is not a directory")
     return str(path)
-
-
-def default_instance(host: str) -> str:
-    """A name of our own: the host's, made to fit, and 6 random hex digits."""
-    fitting = re.sub(r"[^a-z0-9-]", "-", host.lower()).lstrip("-")[:56] or "host"
-    return f"{fitting}-{secrets.token_hex(3)}"
 
 
 def read_secret(path: Path) -> str:
