@@ -1,0 +1,69 @@
+# `make` lists what there is. DEVICE=cpu or DEVICE=cuda overrides the choice of engine.
+
+SHELL := bash
+.SHELLFLAGS := -euc
+.DEFAULT_GOAL := help
+.PHONY: help venv run test lint bench proto lock clean
+
+ifndef DEVICE
+DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+endif
+BIN := .venv/bin
+MODEL ?= .run/tiny-model
+ARGS ?=
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 8
+
+venv: .venv/.ready-$(DEVICE) ## Build .venv from the lock file (DEVICE=cpu|cuda; PYTHON=... to choose one)
+
+.venv/.ready-$(DEVICE): requirements/$(DEVICE).txt requirements/install pyproject.toml
+	@requirements/install $(DEVICE)
+	@touch $@
+
+run: venv $(MODEL) ## Serve the tiny model on real vLLM with an embedded NATS (MODEL=..., ARGS=...)
+	@exec $(BIN)/watchkeeper serve $(MODEL) $(ARGS)
+
+.run/tiny-model: | venv
+	@echo 'watchkeeper: writing a tiny model to $@'
+	@mkdir -p $(@D)
+	@rm -rf $@.part
+	@$(BIN)/watchkeeper tiny-model $@.part --seed 0
+	@mv $@.part $@
+
+test: venv ## Run all tests (ARGS='-m "not real"' leaves out those on real vLLM)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: venv ## Check style, types and import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: venv ## Measure how fast commands take effect, on real vLLM
+	@$(BIN)/python -m benchmarks.control_latency $(ARGS)
+
+# The mapped path makes the generated modules import each other by their full names.
+proto: venv ## Generate service/engine/rpc from service/engine/*.proto
+	@mkdir -p service/engine/rpc
+	@$(BIN)/python -m grpc_tools.protoc --proto_path=service/engine/rpc=service/engine \
+	  --python_out=. --pyi_out=. --grpc_python_out=. \
+	  $(patsubst service/engine/%,service/engine/rpc/%,$(wildcard service/engine/*.proto))
+	@test -e service/engine/rpc/__init__.py || touch service/engine/rpc/__init__.py
+
+# PIP_FIND_LINKS, where it is set, may hold the CPU build of torch; otherwise uv looks on PyTorch's index.
+UV ?= $(BIN)/uv
+LOCK = $(UV) pip compile pyproject.toml --quiet --extra dev --python-version 3.11 \
+  --python-platform x86_64-manylinux_2_28 --annotation-style line --custom-compile-command 'make lock' \
+  --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec
+lock: ## Resolve pyproject.toml again into requirements/*.txt (ARGS=--upgrade for the newest releases)
+	@test -x $(UV) || $(MAKE) --no-print-directory venv
+	@echo 'requirements/cpu.txt'
+	@$(if $(PIP_FIND_LINKS),UV_FIND_LINKS='$(PIP_FIND_LINKS)') $(LOCK) $(ARGS) --extra cpu \
+	  $(if $(PIP_FIND_LINKS),,--torch-backend cpu) -o requirements/cpu.txt >/dev/null
+	@echo 'requirements/cuda.txt'
+	@$(LOCK) $(ARGS) --extra cuda -o requirements/cuda.txt >/dev/null
+
+clean: ## Remove all that make has built, .venv too
+	rm -rf .venv .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
