@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.grpc_listener import make_server
-from service.settings import Address
+from service.settings import Address, SettingsError
 from statemachine import health
 from statemachine.states import State
 
@@ -51,7 +51,7 @@ _RESPONSE = {
 }
 
 
-class CannotListen(OSError):
+class CannotListen(OSError, SettingsError):
     """The address cannot be listened on: it is taken, not ours, not allowed or not resolvable."""
 
     def __init__(self, number: int, address: Address, reason: str) -> None:

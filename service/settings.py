@@ -349,7 +349,13 @@ def _call_verb(verb: str) -> str:
 def _toml_call_timeouts(value: object) -> list[tuple[str, float]]:
     if not isinstance(value, dict):
         raise TypeError("a table as in {pause = 60, update = 600}")
-    return [(_call_verb(verb), _positive(_toml_seconds(seconds))) for verb, seconds in value.items()]
+    found = []
+    for verb, seconds in value.items():
+        try:
+            found.append((_call_verb(verb), _positive(_toml_seconds(seconds))))
+        except TypeError as error:
+            raise ValueError(f"{verb}: {seconds!r} is not {error}") from error
+    return found
 
 
 TEXT = _text_kind(_not_empty, "TEXT")
@@ -614,11 +620,20 @@ def _from_variable(option: Option, text: str | None) -> list[Any]:
 
 
 def _parse(option: Option, texts: Sequence[str], source: str) -> Any:
+    values = [parse_value(option.kind, source, text) for text in texts]
+    return values if option.kind.repeatable else values[-1]
+
+
+def parse_value(kind: Kind, source: str, text: str) -> Any:
+    """Read one value, written as on the command line.
+
+    Raises:
+        SettingsError: naming `source`.
+    """
     try:
-        values = [option.kind.parse(text) for text in texts]
+        return kind.parse(text)
     except ValueError as error:
         raise SettingsError(_one_line(f"{source}: {error}")) from error
-    return values if option.kind.repeatable else values[-1]
 
 
 def _from_file(option: Option, entry: tuple[str, object] | None, path: str | None) -> list[Any]:
@@ -686,7 +701,7 @@ def check_model(model: str, engine: str) -> str:
         raise SettingsError(f"MODEL {model!r}: no such directory")
     elif path.suffix != ".gguf":
         raise SettingsError(f"MODEL {model!r} is not a directory")
-    return str(path)
+    return str(path) if model.startswith("~") else model
 
 
 def read_secret(path: Path) -> str:
