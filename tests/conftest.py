@@ -1,0 +1,43 @@
+"""What all tests may use: a real nats-server on a free port.
+
+async def test_x(nats_server): ...        # running; `nats_server.url`
+async def test_y(start_nats): server = await start_nats(config="...")
+"""
+
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.broker import NatsServer
+
+StartNats = Callable[..., Awaitable[NatsServer]]
+
+
+@pytest.fixture
+async def start_nats(tmp_path: Path) -> AsyncIterator[StartNats]:
+    """Starts nats-servers; takes the arguments of `NatsServer` after the folder."""
+    servers: list[NatsServer] = []
+
+    async def start(config: str = "", jetstream: bool = True, port: int | None = None) -> NatsServer:
+        folder = tmp_path / f"nats-{len(servers)}"
+        folder.mkdir()
+        server = NatsServer(folder, config, jetstream, port)
+        servers.append(server)
+        return await server.start()
+
+    yield start
+    for server in servers:
+        await server.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+async def nats_server(start_nats: StartNats) -> NatsServer:
+    """A running nats-server with JetStream."""
+    return await start_nats()
+
+
+@pytest.fixture
+def nats_url(nats_server: NatsServer) -> str:
+    return nats_server.url
