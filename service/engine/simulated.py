@@ -6,6 +6,7 @@ weights are not there ends the engine.
 
 import argparse
 import asyncio
+import importlib
 import math
 import socket
 from collections import deque
@@ -46,6 +47,8 @@ CALL_MS: dict[str, float] = {
 
 OUTCOMES = ("error", "hang", "delay", "die")
 NOW_OUTCOMES = ("die", "hang", "pause_out_of_band", "resume_out_of_band")
+
+_API = "service.engine.simulated_api"
 
 T = TypeVar("T")
 
@@ -197,7 +200,9 @@ class SimulatedEngine(HostedEngine):
         self.options = _options(self._engine_args)
         self._accepted()
         self._progress(f"simulating the load of {self.model} for {self.options.load_s:g} s")
-        await asyncio.sleep(self.options.load_s)
+        # The imports of the HTTP side are a part of that time, not on top of it.
+        importing = asyncio.to_thread(importlib.import_module, _API)
+        await asyncio.gather(asyncio.sleep(self.options.load_s), importing)
         if self.options.load_error is not None:
             raise EngineError(self.options.load_error)
         return EngineInfo("sim", _version(), self.model, self.options.max_model_len, weight_transfer=True)
