@@ -1,14 +1,11 @@
 """What the engine host does: builds the engine, serves its HTTP application, answers the RPC."""
 
 import asyncio
-import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -48,11 +45,6 @@ class HostLoop(uvloop.Loop):
             self.http_server = server
             self.listening.set()
         return server
-
-    def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """vLLM's server would end the engine at a signal; here the parent decides when it ends."""
-        if sig not in (signal.SIGINT, signal.SIGTERM):
-            super().add_signal_handler(sig, callback, *args)
 
 
 def run_host(kind: str, model: str, engine_args: list[str], socket_path: str, http_fd: int) -> int:
@@ -124,7 +116,7 @@ class _Host:
     # Inside
 
     async def _load(self) -> EngineInfo:
-        self._engine = await self._build()
+        self._engine = self._build()
         loading = asyncio.ensure_future(self._engine.load())
         ends: set[asyncio.Future[Any]] = {loading, self._engine.died}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +124,7 @@ class _Host:
             return loading.result()
         raise EngineDied(self._engine.died.result())
 
-    async def _build(self) -> HostedEngine:
+    def _build(self) -> HostedEngine:
         loop = asyncio.get_running_loop()
 
         # Both may be called from a thread of the engine.
@@ -146,11 +138,9 @@ class _Host:
             from service.engine.simulated import SimulatedEngine
 
             return SimulatedEngine(self._model, self._engine_args, progress, accepted)
-        progress("importing vllm")
-        # Takes seconds; the RPC answers meanwhile.
-        module = await asyncio.to_thread(importlib.import_module, "service.engine.vllm_host")
-        engine: HostedEngine = module.VllmEngine(self._model, self._engine_args, progress, accepted)
-        return engine
+        from service.engine.vllm_host import VllmEngine
+
+        return VllmEngine(self._model, self._engine_args, progress, accepted)
 
     async def _serve(self, engine: HostedEngine, info: EngineInfo) -> int:
         self._gate = AdmissionGate(engine.app(), self.outbox.put_in_flight, self._reason_if_lost)
