@@ -87,6 +87,9 @@ class NatsServer:
         """The sockets stay open, and nobody answers."""
         if self._process is not None:
             self._process.send_signal(signal.SIGSTOP)
+            tasks = Path(f"/proc/{self._process.pid}/task")
+            while not all("\nState:\tT" in (task / "status").read_text() for task in tasks.iterdir()):
+                time.sleep(0.001)
 
     def thaw(self) -> None:
         if self._process is not None:
