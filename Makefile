@@ -8,6 +8,9 @@ SHELL := bash
 ifndef DEVICE
 DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 endif
+ifeq ($(filter cpu cuda,$(DEVICE)),)
+$(error DEVICE is cpu or cuda, not '$(DEVICE)')
+endif
 BIN := .venv/bin
 MODEL ?= .run/tiny-model
 ARGS ?=
