@@ -32,7 +32,9 @@ def run(arguments: Sequence[str]) -> int:
     """
     try:
         with cli.make_context("watchkeeper", list(arguments)) as context:
-            return int(cli.invoke(context) or 0)
+            code = int(cli.invoke(context) or 0)
+        sys.stdout.flush()
+        return code
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
@@ -54,6 +56,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(message: str) -> int:
+    """Say in one line what is wrong."""
     click.echo(f"watchkeeper: error: {' '.join(message.split())}", err=True)
     return USAGE
 
@@ -261,6 +264,274 @@ def probe(address: str, service: str, connect_timeout_s: str, rpc_timeout_s: str
     else:
         _complain(found.text)
     return int(found.outcome)
+
+
+@cli.command(
+    cls=_Command,
+    examples="""
+    watchkeeper events --component policy
+    watchkeeper events | jq -r '[.instance, .state, .weights.version] | @tsv'
+    """,
+)
+@_declare(settings.CLIENT_OPTIONS)
+def events(config: str | None, **flags: Any) -> int:
+    """Print each state event of a component as one line of JSON, until interrupted."""
+    loaded = settings.load_client(flags, config=config)
+    from service import commands
+
+    return commands.print_events(loaded)
+
+
+# --- commands to instances -----------------------------------------------------------------------
+
+_MODES = click.Choice(("abort", "wait", "keep"))
+_MODE_HELP = "What happens to requests in flight: abort ends them, wait lets them finish, keep freezes them."
+
+
+class _JsonParameter(click.ParamType[Any]):
+    """JSON, or `@FILE` with JSON in it."""
+
+    name = "JSON"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        import json
+
+        try:
+            text = Path(value[1:]).read_text() if value.startswith("@") else value
+            return json.loads(text)
+        except OSError as error:
+            self.fail(f"cannot read {value[1:]!r}: {error.strerror}", param, ctx)
+        except ValueError as error:
+            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
+
+
+_JSON = _JsonParameter()
+
+
+def _verb(
+    examples: str = "", required: bool = True
+) -> Callable[[Callable[..., dict[str, Any]]], click.Command]:
+    """Make a command that sends its own name as a verb; the function gives the args.
+
+    Args:
+        required: whether `--instance` or `--all` must be said.
+    """
+
+    def decorate(make_args: Callable[..., dict[str, Any]]) -> click.Command:
+        name = make_args.__name__
+        own = {parameter.name for parameter in getattr(make_args, "__click_params__", [])}
+
+        def command(
+            instance: tuple[str, ...],
+            everyone: bool,
+            command_id: str | None = None,
+            *,
+            issuer: str | None,
+            epoch: int | None,
+            session: str | None,
+            wait_s: str,
+            as_json: bool,
+            config: str | None,
+            **rest: Any,
+        ) -> int:
+            args = make_args(**{key: rest.pop(key) for key in own})
+            if instance and everyone:
+                raise click.UsageError("--instance and --all exclude each other")
+            if not instance and not everyone and required:
+                raise click.UsageError("say --instance ID or --all")
+            loaded = settings.load_client(rest, config=config)
+            wait = settings.parse_value(settings.POSITIVE_SECONDS, "--wait-s", wait_s)
+            names = tuple(
+                dict.fromkeys(settings.parse_value(settings.NAME, "--instance", each) for each in instance)
+            )
+            from service import commands
+
+            order = commands.Order(
+                verb=name,
+                args={key: value for key, value in args.items() if value is not None},
+                instances=names or None,
+                id=command_id,
+                issuer=issuer,
+                epoch=epoch,
+                session=session,
+            )
+            return commands.send(loaded, order, wait, as_json)
+
+        for option in reversed(_target_options(own_id="id" in own)):
+            command = option(command)
+        command.__click_params__ += getattr(make_args, "__click_params__", [])  # type: ignore[attr-defined]
+        return cli.command(
+            name=name.replace("_", "-"), cls=_Command, help=make_args.__doc__, examples=examples
+        )(command)
+
+    return decorate
+
+
+def _target_options(own_id: bool) -> list[Callable[[Any], Any]]:
+    """What every verb takes. `own_id`: the verb has an `--id` of its own."""
+    return [
+        click.option("--instance", metavar="ID", multiple=True, help="Instance to send it to; repeatable."),
+        click.option("--all", "everyone", is_flag=True, help="Send it to all instances of the component."),
+        click.option("--json", "as_json", is_flag=True, help="Print the replies, one JSON object on a line."),
+        click.option(
+            "--wait-s",
+            default="30",
+            show_default=True,
+            metavar="SECONDS",
+            help="How long to wait for replies; the command is not started after that.",
+        ),
+        *(
+            []
+            if own_id
+            else [
+                click.option(
+                    "--id", "command_id", metavar="ID", help="Idempotency key: a repeat gets the first reply."
+                )
+            ]
+        ),
+        click.option(
+            "--session", metavar="ID", help="Weight-update session, as start-weight-update returned it."
+        ),
+        click.option(
+            "--epoch", type=int, help="Trainer epoch; a lower one than the highest seen is refused."
+        ),
+        click.option("--issuer", metavar="TEXT", help="Who asks, for events and logs.  [default: user@host]"),
+        _declare(settings.CLIENT_OPTIONS),
+    ]
+
+
+_lease = click.option(
+    "--lease-s", type=float, metavar="SECONDS", help="It ends by itself unless renewed within this time."
+)
+
+
+@_verb("watchkeeper pause --all --mode keep")
+@click.option("--mode", type=_MODES, help=f"{_MODE_HELP}  [default: abort]")
+@click.option(
+    "--no-clear-cache", "clear_cache", flag_value=False, default=None, help="Keep the prefix cache."
+)
+@_lease
+def pause(mode: str | None, clear_cache: bool | None, lease_s: float | None) -> dict[str, Any]:
+    """Stop scheduling, and withdraw readiness."""
+    return {"mode": mode, "clear_cache": clear_cache, "lease_s": lease_s}
+
+
+@_verb("watchkeeper resume --all")
+def resume() -> dict[str, Any]:
+    """End every pause."""
+    return {}
+
+
+@_verb("watchkeeper sleep --instance node-7-1a2b3c --level 2")
+@click.option(
+    "--level",
+    type=click.IntRange(0, 2),
+    help="0 only stops scheduling, 1 keeps the weights in host memory, 2 discards them.  [default: 1]",
+)
+@click.option("--mode", type=_MODES, help=f"{_MODE_HELP}  [default: abort]")
+def sleep(level: int | None, mode: str | None) -> dict[str, Any]:
+    """Release accelerator memory."""
+    return {"level": level, "mode": mode}
+
+
+@_verb("watchkeeper wake-up --all --tag weights")
+@click.option(
+    "--tag",
+    "tags",
+    type=click.Choice(("weights", "kv_cache", "scheduling")),
+    multiple=True,
+    help="What to wake; repeatable.  [default: all]",
+)
+def wake_up(tags: tuple[str, ...]) -> dict[str, Any]:
+    """Make memory resident again; scheduling resumes once all of it is."""
+    return {"tags": list(tags) or None}
+
+
+@_verb("watchkeeper init-weight-transfer --all --init-info '{}'")
+@click.option("--init-info", type=_JSON, default="{}", show_default=True, help="As the backend wants it.")
+def init_weight_transfer(init_info: Any) -> dict[str, Any]:
+    """Prepare the weight-transfer backend."""
+    return {"init_info": init_info}
+
+
+@_verb("watchkeeper start-weight-update --all --pause-mode keep")
+@click.option("--pause-mode", type=_MODES, help=f"{_MODE_HELP}  [default: keep]")
+@_lease
+@click.option(
+    "--manifest", type=_JSON, help="What must have arrived at the finish: {parameters, names_sha256, chunks}."
+)
+def start_weight_update(pause_mode: str | None, lease_s: float | None, manifest: Any) -> dict[str, Any]:
+    """Open a weight-update session."""
+    return {"pause_mode": pause_mode, "lease_s": lease_s, "manifest": manifest}
+
+
+@_verb(
+    """
+    watchkeeper update-weights --all --path /models/step-200
+    watchkeeper update-weights --all --update-info @chunk.json
+    """
+)
+@click.option("--update-info", type=_JSON, help="One chunk, as the backend wants it.")
+@click.option(
+    "--path", help="Short for the file backend's {path}: safetensors, a file or a directory of them."
+)
+def update_weights(update_info: Any, path: str | None) -> dict[str, Any]:
+    """Load one chunk of weights in an open session."""
+    if (update_info is None) == (path is None):
+        raise click.UsageError("say either --update-info JSON or --path PATH")
+    return {"update_info": {"path": os.path.abspath(path)} if path is not None else update_info}
+
+
+@_verb("watchkeeper finish-weight-update --all --weight-version step-200")
+@click.option(
+    "--weight-version", help="What the weights are called from now on.  [default: the session's id]"
+)
+@click.option(
+    "--cache",
+    type=click.Choice(("clear", "keep")),
+    help="What becomes of the prefix cache.  [default: clear]",
+)
+@click.option(
+    "--allow-empty",
+    is_flag=True,
+    default=None,
+    help="Commit although no chunk was sent: the weights came another way.",
+)
+def finish_weight_update(
+    weight_version: str | None, cache: str | None, allow_empty: bool | None
+) -> dict[str, Any]:
+    """Commit the session's weights, and go back to where it was."""
+    return {"weight_version": weight_version, "cache": cache, "allow_empty": allow_empty}
+
+
+@_verb("watchkeeper abort-weight-update --all")
+def abort_weight_update() -> dict[str, Any]:
+    """Give the session up: undone if nothing was loaded, else the weights count as tainted."""
+    return {}
+
+
+@_verb(
+    """
+    watchkeeper status
+    watchkeeper status --instance node-7-1a2b3c --verb pause --id my-key
+    """,
+    required=False,
+)
+@click.option("--verb", help="With --id: the remembered reply of that command.")
+@click.option("--id", metavar="ID", help="The idempotency key of that command.")
+def status(verb: str | None, id: str | None) -> dict[str, Any]:
+    """Show the state of instances; of all, unless --instance is given."""
+    if (verb is None) != (id is None):
+        raise click.UsageError("--verb and --id go together")
+    return {"verb": verb.replace("-", "_") if verb else None, "id": id}
+
+
+@_verb("watchkeeper shutdown --instance node-7-1a2b3c")
+def shutdown() -> dict[str, Any]:
+    """End instances in good order."""
+    return {}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,347 @@
+"""What the command line does with a running fleet: send commands, and listen to events.
+
+Commands are sent as JSON, so that `--json` prints each reply exactly as it came.
+"""
+
+import asyncio
+import getpass
+import secrets
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import msgspec
+
+from bus import subjects
+from bus.codec import BadMessage, Format, decode_reply, decode_snapshot, encode
+from bus.connection import Bus, BusError, Credentials, NoBucket, NoResponders, Timeout
+from bus.messages import BadArguments, Reply, Snapshot, StateName, Verb, parse_args
+from service.settings import BrokerSettings, ClientSettings, SettingsError, read_secret
+
+DEFAULT_URL = "nats://127.0.0.1:4222"
+ALL_OK, SOME_REFUSED, SOME_SILENT = 0, 1, 3
+
+UNLISTED_WAIT_S = 1.0
+"""For answers of instances that the bucket does not list, where it lists none at all."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A command to be sent.
+
+    Attributes:
+        args: only what was given; the instance knows the defaults.
+        instances: None for all of the component.
+        id: one is made if None, so that `status` can ask for the reply later.
+    """
+
+    verb: str
+    args: Mapping[str, Any]
+    instances: tuple[str, ...] | None
+    id: str | None = None
+    issuer: str | None = None
+    epoch: int | None = None
+    session: str | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What became of the command at one instance.
+
+    Attributes:
+        raw, reply: None if there was no usable answer; then `silence` says why.
+    """
+
+    instance: str
+    raw: bytes | None = None
+    reply: Reply | None = None
+    silence: str = ""
+
+
+def send(settings: ClientSettings, order: Order, wait_s: float, as_json: bool) -> int:
+    """Send a command, print what became of it, and return the exit code.
+
+    Raises:
+        SettingsError: wrong args, or the broker cannot be used; nothing was printed.
+    """
+    try:
+        parse_args(Verb(order.verb), dict(order.args))
+    except BadArguments as error:
+        raise SettingsError(str(error)) from error
+    answers: list[_Answer] = []
+    try:
+        asyncio.run(_send(settings, order, wait_s, answers))
+    finally:  # also what had come before Ctrl-C
+        answers.sort(key=lambda answer: answer.instance)
+        if as_json:
+            for answer in answers:
+                if answer.raw is not None:
+                    click.echo(answer.raw)
+        elif answers:
+            for line in _table(order, answers):
+                click.echo(line)
+    if not answers:
+        click.echo(
+            f"watchkeeper: error: no instance of {settings.namespace}.{settings.component} is known", err=True
+        )
+    if as_json and any(answer.reply is None for answer in answers):
+        click.echo(f"watchkeeper: error: {_summary(answers)}", err=True)
+    return _exit_code(answers)
+
+
+def print_events(settings: ClientSettings) -> int:
+    """Print state events until interrupted.
+
+    Raises:
+        SettingsError: the broker cannot be used.
+    """
+    asyncio.run(_print_events(settings))
+    return ALL_OK
+
+
+async def _send(settings: ClientSettings, order: Order, wait_s: float, answers: list[_Answer]) -> None:
+    id = order.id or secrets.token_hex(8)
+    body = encode(
+        {
+            "id": id,
+            "issuer": order.issuer or _default_issuer(),
+            "deadline": time.time() + wait_s,
+            "args": order.args,
+            **({"epoch": order.epoch} if order.epoch is not None else {}),
+            **({"session": order.session} if order.session is not None else {}),
+        },
+        Format.JSON,
+    )
+    late = (
+        f"no answer within {wait_s:g} s; ask later: watchkeeper status --verb {order.verb} --id {id}"
+        if order.verb != Verb.STATUS
+        else f"no answer within {wait_s:g} s"
+    )
+
+    def subject(instance: str) -> str:
+        return subjects.control(settings.namespace, settings.component, instance, order.verb)
+
+    async with _connect(settings, f"watchkeeper {order.verb}") as bus:
+        if order.instances is not None:
+            with _progress(order.verb, len(order.instances)) as advance:
+
+                async def ask(instance: str) -> None:
+                    answers.append(await _ask(bus, instance, subject(instance), body, wait_s, late))
+                    advance()
+
+                await asyncio.gather(*map(ask, order.instances))
+            return
+        known = await _known(bus, settings)
+        silent = set(known)
+        with _progress(order.verb, len(known)) as advance:
+            async with aclosing(
+                bus.scatter(subject(subjects.ALL), body, wait_s if known else min(wait_s, UNLISTED_WAIT_S))
+            ) as replies:
+                async for raw in replies:
+                    answer = _read("?", raw)
+                    answers.append(answer)
+                    silent.discard(answer.instance)
+                    advance()
+                    if known and not silent:
+                        break
+        answers += [_Answer(name, silence=f"{late} (last seen {known[name].state})") for name in silent]
+
+
+async def _ask(bus: Bus, instance: str, subject: str, body: bytes, wait_s: float, late: str) -> _Answer:
+    try:
+        return _read(instance, await bus.request(subject, body, wait_s))
+    except NoResponders:
+        return _Answer(instance, silence="nobody listens under this name")
+    except Timeout:
+        return _Answer(instance, silence=late)
+
+
+def _read(instance: str, raw: bytes) -> _Answer:
+    try:
+        reply = decode_reply(raw)
+    except BadMessage as error:
+        return _Answer(_signed(raw) or instance, silence=f"the answer cannot be read: {error}")
+    return _Answer(reply.instance, raw, reply)
+
+
+def _signed(raw: bytes) -> str | None:
+    """Who wrote an answer that is not as it should be, if at least that can be read."""
+    try:
+        name = msgspec.json.decode(raw)["instance"]
+    except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+async def _known(bus: Bus, settings: ClientSettings) -> dict[str, Snapshot]:
+    """The instances of the component that should answer."""
+    pattern = subjects.state_key_pattern(settings.namespace, settings.component)
+    try:
+        entries = await bus.kv_entries(subjects.STATES_BUCKET, pattern)
+    except NoBucket:  # no instance was ever started here
+        return {}
+    found = {}
+    for key, value in entries.items():
+        try:
+            snapshot = decode_snapshot(value)
+        except BadMessage as error:
+            raise SettingsError(f"{subjects.STATES_BUCKET}: {key}: {error}") from error
+        if snapshot.state != StateName.STOPPED:
+            found[snapshot.instance] = snapshot
+    return found
+
+
+async def _print_events(settings: ClientSettings) -> None:
+    events: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def note(text: str) -> None:
+        click.echo(f"watchkeeper: {text}", err=True)
+
+    async with _connect(
+        settings,
+        "watchkeeper events",
+        on_lost=lambda reason: note(f"lost the broker, events will be missing: {reason}"),
+        on_connected_again=lambda: note("connected again"),
+    ) as bus:
+        pattern = subjects.state_pattern(settings.namespace, settings.component)
+        await bus.subscribe(pattern, lambda message: events.put_nowait(message.data))
+        note(f"listening on {pattern}")
+        while True:
+            data = await events.get()
+            try:
+                event = msgspec.msgpack.decode(data)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                note(f"an event cannot be read: {error}")
+                continue
+            click.echo(msgspec.json.encode(event))
+
+
+@asynccontextmanager
+async def _connect(settings: BrokerSettings, name: str, **callbacks: Any) -> AsyncIterator[Bus]:
+    """A connection whose failures are the user's to mend."""
+    try:
+        bus = await Bus.connect(
+            settings.nats or (DEFAULT_URL,), credentials(settings), name, settings.nats_wait_s, **callbacks
+        )
+        try:
+            yield bus
+        finally:
+            await bus.close()
+    except BusError as error:
+        raise SettingsError(str(error)) from error
+
+
+def credentials(settings: BrokerSettings) -> Credentials:
+    """How these settings say to authenticate."""
+
+    def text(path: object) -> str | None:
+        return str(path) if path is not None else None
+
+    password = settings.nats_password_file
+    return Credentials(
+        creds_file=text(settings.nats_creds),
+        user=settings.nats_user,
+        password=read_secret(password) if password is not None else None,
+        tls_ca=text(settings.nats_tls_ca),
+        tls_cert=text(settings.nats_tls_cert),
+        tls_key=text(settings.nats_tls_key),
+    )
+
+
+def _default_issuer() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+@contextmanager
+def _progress(verb: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"waiting for {verb}", total=total or None)
+        yield lambda: progress.advance(task)
+
+
+# --- what people read ------------------------------------------------------------------------------
+
+
+def _table(order: Order, answers: Sequence[_Answer]) -> list[str]:
+    rows = [
+        (answer.instance, _outcome(answer), _state(answer), _message(order, answer)) for answer in answers
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)) for row in rows
+    ]
+    return [*(line.rstrip() for line in lines), _summary(answers)]
+
+
+def _outcome(answer: _Answer) -> str:
+    if answer.reply is None:
+        return "no_answer"
+    if answer.reply.ok:
+        return "ok"
+    return answer.reply.error.code if answer.reply.error else "failed"
+
+
+def _state(answer: _Answer) -> str:
+    snapshot = answer.reply.state if answer.reply else None
+    if snapshot is None:
+        return "-"
+    phase = f"/{snapshot.weight_update.phase}" if snapshot.weight_update else ""
+    return f"{snapshot.state}{phase}{'' if snapshot.settled else '…'}"
+
+
+def _message(order: Order, answer: _Answer) -> str:
+    reply = answer.reply
+    if reply is None:
+        return answer.silence
+    parts = [reply.error.message] if reply.error and reply.error.message else []
+    if order.verb == Verb.STATUS and not order.args and reply.state:
+        parts += _about(reply.state)
+    elif reply.ok and order.verb not in (Verb.STATUS, Verb.SHUTDOWN) and not reply.changed:
+        parts.append("unchanged")
+    parts += [f"{key}={_short(value)}" for key, value in (reply.result or {}).items()]
+    return " ".join(" ".join(parts).split())
+
+
+def _about(snapshot: Snapshot) -> list[str]:
+    ready = "ready" if snapshot.ready else f"not ready ({', '.join(snapshot.reasons) or 'no reason given'})"
+    parts = [ready, f"weights={snapshot.weights.version}", f"in_flight={snapshot.in_flight}"]
+    if snapshot.operation:
+        parts.append(f"running={snapshot.operation.verb}")
+    return parts
+
+
+def _short(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _summary(answers: Sequence[_Answer]) -> str:
+    silent = sum(answer.reply is None for answer in answers)
+    ok = sum(answer.reply is not None and answer.reply.ok for answer in answers)
+    refused = len(answers) - ok - silent
+    parts = [f"{ok} ok", *([f"{refused} refused or failed"] if refused else [])]
+    parts += [f"{silent} did not answer"] if silent else []
+    return f"{len(answers)} instance{'s' if len(answers) != 1 else ''}: {', '.join(parts)}"
+
+
+def _exit_code(answers: Sequence[_Answer]) -> int:
+    """Silence weighs more than a refusal: it leaves open what happened."""
+    if not answers or any(answer.reply is None for answer in answers):
+        return SOME_SILENT
+    return ALL_OK if all(answer.reply and answer.reply.ok for answer in answers) else SOME_REFUSED
