@@ -120,12 +120,12 @@ class Generation:
         timer = loop.call_later(self._engine.options.token_interval_s, _resolve, computed, self._news)
         try:
             while True:
-                self._engine.check_alive()
+                self._news.clear()
                 if self.finish_reason is not None:
                     return False
+                self._engine.check_alive()
                 if self._engine.schedules(self) and computed.done():
                     return True
-                self._news.clear()
                 await self._news.wait()
         finally:
             timer.cancel()
@@ -487,7 +487,7 @@ def _durations(text: str) -> dict[str, float]:
 def _script(script: JsonMap) -> tuple[str, Script]:
     call, outcome = script.get("call"), script.get("outcome")
     delay_s, times = script.get("delay_s", 0), script.get("times", 1)
-    if call != "now" and call not in CALL_MS:
+    if not isinstance(call, str) or (call != "now" and call not in CALL_MS):
         raise EngineError(f"call must be now or one of {', '.join(CALL_MS)}")
     allowed = NOW_OUTCOMES if call == "now" else OUTCOMES
     if outcome not in allowed:
