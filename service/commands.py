@@ -5,6 +5,7 @@ Commands are sent as JSON, so that `--json` prints each reply exactly as it came
 
 import asyncio
 import getpass
+import logging
 import secrets
 import socket
 import sys
@@ -28,6 +29,13 @@ ALL_OK, SOME_REFUSED, SOME_SILENT = 0, 1, 3
 
 UNLISTED_WAIT_S = 1.0
 """For answers of instances that the bucket does not list, where it lists none at all."""
+
+
+class _Complaints(logging.Handler):
+    """What the broker forbids and the like, as lines of ours; losses of connection are not errors."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"watchkeeper: {record.getMessage()}", err=True)
 
 
 @dataclass(frozen=True)
@@ -224,6 +232,9 @@ async def _print_events(settings: ClientSettings) -> None:
 @asynccontextmanager
 async def _connect(settings: BrokerSettings, name: str, **callbacks: Any) -> AsyncIterator[Bus]:
     """A connection whose failures are the user's to mend."""
+    log = logging.getLogger("bus")
+    if not log.handlers:
+        log.addHandler(_Complaints(logging.ERROR))
     try:
         bus = await Bus.connect(
             settings.nats or (DEFAULT_URL,), credentials(settings), name, settings.nats_wait_s, **callbacks
@@ -341,7 +352,7 @@ def _summary(answers: Sequence[_Answer]) -> str:
 
 
 def _exit_code(answers: Sequence[_Answer]) -> int:
-    """Silence weighs more than a refusal: it leaves open what happened."""
+    """Silence weighs more than a refusal: it leaves open what was done."""
     if not answers or any(answer.reply is None for answer in answers):
         return SOME_SILENT
     return ALL_OK if all(answer.reply and answer.reply.ok for answer in answers) else SOME_REFUSED

@@ -340,3 +340,15 @@ async def test_a_broker_that_refuses(start_nats: Any, watchkeeper: Watchkeeper, 
     assert (code, out, len(err)) == (2, [], 1)
     code, _, err = await watchkeeper(*as_ann, str(tmp_path / "right"))
     assert (code, err) == (3, ["watchkeeper: error: no instance of default.backend is known"])
+
+
+async def test_what_the_broker_forbids_is_told(start_nats: Any, watchkeeper: Watchkeeper) -> None:
+    server = await start_nats(
+        'authorization { users = [{user: "eve", password: "pw", permissions: '
+        '{publish: {deny: ["watchkeeper.>"]}, subscribe: [">"]}}] }'
+    )
+    url = server.url.replace("//", "//eve:pw@")
+    code, out, err = await watchkeeper("resume", "--instance", "w1", "--wait-s", "0.3", "--nats", url)
+    assert (code, out[-1]) == (3, "1 instance: 0 ok, 1 did not answer")
+    assert len(err) == 1
+    assert "permissions violation" in err[0]

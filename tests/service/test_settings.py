@@ -219,9 +219,11 @@ def test_dynamos_grace_period_is_honoured(given: str, expected: float) -> None:
     assert found.shutdown_timeout_s == expected + 65
 
 
-def test_our_own_grace_period_comes_before_dynamos() -> None:
+def test_our_own_grace_period_comes_before_dynamos(write: Any) -> None:
     assert serve({"grace_period_s": "1"}, {DYNAMO_GRACE: "9"}).grace_period_s == 1
     assert serve({}, {DYNAMO_GRACE: "9", "WATCHKEEPER_GRACE_PERIOD_S": "2"}).grace_period_s == 2
+    # The file comes after the environment, and Dynamo's variable is part of that.
+    assert serve({}, {DYNAMO_GRACE: "9"}, write("grace_period_s = 3")).grace_period_s == 9
 
 
 @pytest.mark.parametrize("given", ["-1", "-0.5", "0"])
