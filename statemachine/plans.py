@@ -234,8 +234,9 @@ def wake_up(board: Board, request: ev.WakeUpRequested) -> Plan:
     else:
         view = yield from _ask(board, outcome)
         asleep = view.asleep
-        board.facts = replace(board.facts, scheduling=view.scheduling)
     board.facts = replace(board.facts, asleep=asleep) if asleep else board.facts.fully_woken()
+    if not outcome.ok:
+        _confirm(board, view)
     woken = [t.value for t in before.asleep if t not in asleep]
     if outcome.ok:
         failure = yield from _align(board)
@@ -279,7 +280,8 @@ def start_update(board: Board, request: ev.StartUpdateRequested) -> Plan:
     _require_transfer(before)
     session = Session(request.session, request.cause.issuer, request.epoch, before.bad)
     board.facts = replace(before.with_stop(Origin.UPDATE), session=session)
-    if before.scheduling:
+    # A request that runs while a session is open kills vLLM: do not rely on an older answer.
+    if before.scheduling or (yield from _question()).scheduling:
         board.pending_stop = request.pause_mode
         outcome = yield Do(fx.PauseEngine(request.pause_mode, clear_cache=False))
         if not outcome.ok:
@@ -305,11 +307,7 @@ def _unopened(board: Board, before: Facts, outcome: Outcome) -> Plan:
     else:
         facts = board.facts if Origin.UPDATE in before.stops else board.facts.without_stop(Origin.UPDATE)
         board.facts = replace(facts, session=None)
-    board.facts = replace(
-        board.facts,
-        scheduling=view.scheduling,
-        stop_mode=None if view.scheduling else board.facts.stop_mode or Mode.UNKNOWN,
-    )
+    _confirm(board, view)
     yield from _align(board)
     return Done(code=outcome.code, message=outcome.message or "")
 

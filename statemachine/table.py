@@ -147,6 +147,7 @@ ARROWS: tuple[Arrow, ...] = (
     Arrow(ev.CallSucceeded, S.PAUSED, S.ASLEEP),
     Arrow(ev.CallSucceeded, S.PAUSED, S.PARTIALLY_AWAKE),
     Arrow(ev.CallSucceeded, S.SERVING, S.PAUSED),
+    *_any(ev.CallSucceeded, LIVING, S.FAILED),  # it answers, and cannot be brought where it should be
     *_stay(ev.CallFailed, *LIVING),
     *_any(ev.CallFailed, (S.WEIGHT_UPDATE, S.ASLEEP, S.PARTIALLY_AWAKE), S.PAUSED),
     # Behind our back.

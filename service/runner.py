@@ -1,0 +1,344 @@
+"""One inbox, one writer: carries out what the state machine decides.
+
+Everything that happens is an item in one queue, and one task takes them out; nothing else touches
+the lifecycle. Effects are carried out in order. An engine call is the only slow one: it runs in a
+task of its own, and its end is the next event.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextvars import Context
+from typing import Protocol, assert_never
+
+from service.engine.protocol import EngineDied, EngineError
+from service.engine.protocol import EngineView as View
+from service.control import Control, Order
+from statemachine import effects as fx
+from statemachine import events as ev
+from statemachine.lifecycle import EventNotAllowed, Lifecycle, Refused, drains
+from statemachine.states import Admission, Mode, State, Tag
+from statemachine.table import LIVING
+
+log = logging.getLogger(__name__)
+
+SETTLE_DELAYS_S = (0.0, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0)
+SETTLE_LIMIT_S = 10.0
+"""How a failed call is settled: the engine is asked at these intervals for this long."""
+
+GATE_LIMIT_S = 1.0
+"""An order to the host's admission gate takes well under a millisecond; a host that does not take
+it in this time hangs, which the health question finds, and must not hold up everybody else."""
+
+
+class Engine(Protocol):
+    """The engine as the control process reaches it."""
+
+    async def pause(self, mode: Mode, clear_cache: bool) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self, level: int, mode: Mode) -> None: ...
+    async def wake_up(self, tags: tuple[Tag, ...]) -> None: ...
+    async def init_weight_transfer(self, init_info: ev.JsonMap) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, update_info: ev.JsonMap | list[ev.JsonMap]) -> None: ...
+    async def finish_weight_update(self) -> None: ...
+    async def set_weight_version(self, version: str) -> None: ...
+    async def reset_caches(self) -> None: ...
+    async def ask(self) -> View: ...
+    async def abort_requests(self) -> None: ...
+    async def set_admission(self, admission: Admission, reason: str, end_held: bool) -> None: ...
+
+
+class Traffic(Protocol):
+    """What others see of this instance. Every method is bounded."""
+
+    def show_health(self, statuses: Mapping[str, bool]) -> None: ...
+    async def leave(self) -> None: ...
+    async def join(self) -> None: ...
+    async def publish(self, picture: fx.Picture, cause: ev.Cause | None) -> None: ...
+
+
+class Runner:
+    """Drives one lifecycle.
+
+    Args:
+        call_timeouts_s: limit of an engine call in seconds, by the verbs of `--call-timeout-s`.
+        health_interval_s, health_timeout_s: how often the engine is asked, and how long it may
+            take to answer.
+
+    Attributes:
+        ended: resolves to `BeginShutdown` or `BeginFailure` when the end begins.
+    """
+
+    def __init__(
+        self,
+        life: Lifecycle,
+        engine: Engine,
+        traffic: Traffic,
+        control: Control,
+        call_timeouts_s: Mapping[str, float],
+        health_interval_s: float,
+        health_timeout_s: float,
+    ) -> None:
+        self._life, self._engine, self._traffic, self._control = life, engine, traffic, control
+        self._timeouts_s = call_timeouts_s
+        self._health_interval_s, self._health_timeout_s = health_interval_s, health_timeout_s
+        self._inbox: asyncio.Queue[ev.Event | Order | None] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._engine_s = 0.0
+        self.failure: asyncio.Future[fx.BeginFailure] = asyncio.get_running_loop().create_future()
+        self.shutdown: asyncio.Future[fx.BeginShutdown] = asyncio.get_running_loop().create_future()
+
+    def post(self, item: ev.Event | Order) -> None:
+        """Something happened. Never blocks; callable from callbacks of the loop."""
+        self._inbox.put_nowait(item)
+
+    def hold_commands(self) -> None:
+        """No command starts until `release_commands`: the keys of the instance must be put right first."""
+        self._may_run.clear()
+
+    def release_commands(self) -> None:
+        self._may_run.set()
+        self._inbox.put_nowait(None)
+
+    async def run(self) -> None:
+        """Work until cancelled. An error that is nobody else's fault comes out of here."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch_engine())
+                try:
+                    while True:
+                        item = await self._inbox.get()
+                        if isinstance(item, Order):
+                            for event in self._control.arrive(item, self._life):
+                                await self._handle(event)
+                        elif item is not None:
+                            await self._handle(item)
+                        await self._start_waiting()
+                finally:
+                    watch.cancel()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def _start_waiting(self) -> None:
+        if self._life.state not in LIVING:
+            self._control.flush(self._life)
+            return
+        while not self._life.busy and self._may_run.is_set():
+            request = self._control.next_request(self._life)
+            if request is None:
+                return
+            self._engine_s = 0.0
+            try:
+                await self._handle(request)
+            except Refused as refusal:
+                self._control.refused(request.ticket, refusal.code, refusal.message)
+
+    async def _handle(self, event: ev.Event) -> None:
+        try:
+            effects = self._life.handle(event)
+        except EventNotAllowed as error:
+            log.debug("ignored: %s", error)
+            return
+        for effect in effects:
+            await self._apply(effect)
+
+    async def _apply(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Call():
+                self._spawn(self._call(effect))
+            case fx.ShowHealth():
+                self._traffic.show_health(effect.statuses)
+            case fx.LeaveDiscovery():
+                await self._traffic.leave()
+            case fx.JoinDiscovery():
+                await self._traffic.join()
+            case fx.Admit():
+                await self._admit(effect)
+            case fx.Publish():
+                await self._traffic.publish(effect.picture, effect.cause)
+            case fx.CutDrain():
+                self._spawn(self._cut_drain())
+            case fx.Answer():
+                self._control.answered(effect, self._engine_s)
+            case fx.BeginFailure():
+                if not self.failure.done():
+                    self.failure.set_result(effect)
+            case fx.BeginShutdown():
+                self._control.acknowledge_shutdown()
+                if not self.shutdown.done():
+                    self.shutdown.set_result(effect)
+            case _:
+                assert_never(effect)
+
+    async def _admit(self, effect: fx.Admit) -> None:
+        try:
+            async with asyncio.timeout(GATE_LIMIT_S):
+                await self._engine.set_admission(effect.admission, effect.reason, effect.end_held)
+        except (EngineDied, TimeoutError) as error:
+            log.debug("admission not set: %r", error)  # found and reported elsewhere
+        except EngineError as error:
+            log.warning("admission not set: %s", error)
+
+    async def _cut_drain(self) -> None:
+        try:
+            await self._engine.abort_requests()
+        except (EngineDied, EngineError) as error:
+            log.warning("the drain was not cut: %s", error)
+
+    # --- the engine -----------------------------------------------------------------------------
+
+    def _spawn(self, work) -> None:  # type: ignore[no-untyped-def]
+        task = asyncio.get_running_loop().create_task(work, context=Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "an engine call ended in an error of ours", "exception": error, "task": task}
+            )
+            self.post(ev.EngineDied(f"internal error: {error!r}"))
+
+    async def _call(self, effect: fx.Call) -> None:
+        await asyncio.sleep(effect.after_s)
+        started = time.monotonic()
+        if isinstance(effect.call, fx.AskEngine):
+            event: ev.Event = await self._settle(effect.number, effect.call.timed_out)
+        else:
+            event = await self._bounded(effect.number, effect.call)
+        self._engine_s += time.monotonic() - started
+        self.post(event)
+
+    async def _bounded(self, number: int, call: fx.EngineCall) -> ev.Event:
+        limit_s = self._limit_s(call)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await self._carry_out(call)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            name = type(call).__name__
+            return ev.CallFailed(number, f"{name} did not end within {limit_s:g} s", timed_out=True)
+        except EngineError as error:
+            return ev.CallFailed(number, str(error))
+        except EngineDied as error:
+            return ev.EngineDied(str(error))
+        return ev.CallSucceeded(number)
+
+    def _limit_s(self, call: fx.EngineCall) -> float | None:
+        match call:
+            case fx.PauseEngine():
+                return None if drains(call) else self._timeouts_s["pause"]
+            case fx.ResumeEngine():
+                return self._timeouts_s["resume"]
+            case fx.SleepEngine():
+                return self._timeouts_s["sleep"]
+            case fx.WakeEngine():
+                return self._timeouts_s["wake_up"]
+            case fx.InitTransfer():
+                return self._timeouts_s["init"]
+            case fx.StartUpdate():
+                return self._timeouts_s["start"]
+            case fx.LoadChunk():
+                return self._timeouts_s["update"]
+            case fx.FinishUpdate() | fx.SetVersion() | fx.ResetCaches():
+                return self._timeouts_s["finish"]
+            case fx.AskEngine():
+                return self._health_timeout_s
+            case _:
+                assert_never(call)
+
+    async def _carry_out(self, call: fx.EngineCall) -> None:
+        engine = self._engine
+        match call:
+            case fx.PauseEngine():
+                await engine.pause(call.mode, call.clear_cache)
+            case fx.ResumeEngine():
+                await engine.resume()
+            case fx.SleepEngine():
+                await engine.sleep(call.level, call.mode)
+            case fx.WakeEngine():
+                await engine.wake_up(call.tags)
+            case fx.InitTransfer():
+                await engine.init_weight_transfer(call.init_info)
+            case fx.StartUpdate():
+                await engine.start_weight_update()
+            case fx.LoadChunk():
+                await engine.update_weights(call.update_info)
+            case fx.FinishUpdate():
+                await engine.finish_weight_update()
+            case fx.SetVersion():
+                await engine.set_weight_version(call.version)
+            case fx.ResetCaches():
+                await engine.reset_caches()
+            case fx.AskEngine():
+                raise TypeError("a question is settled, not carried out")
+            case _:
+                assert_never(call)
+
+    async def _settle(self, number: int, timed_out: bool) -> ev.Event:
+        """Ask until there is an answer.
+
+        After a call that timed out the engine may still be busy with it: then the limit is the one
+        of the health question, else that of the attempts.
+        """
+        limit_s = max(self._health_timeout_s, SETTLE_LIMIT_S) if timed_out else SETTLE_LIMIT_S
+        if timed_out:
+            limit_s = self._health_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                async for delay_s in _forever(SETTLE_DELAYS_S):
+                    await asyncio.sleep(delay_s)
+                    try:
+                        return ev.CallSucceeded(number, await self._engine.ask())
+                    except EngineError as error:
+                        log.info("the engine could not say how it is: %s", error)
+        except TimeoutError:
+            return ev.EngineUnresponsive("wedged")
+        except EngineDied as error:
+            return ev.EngineDied(str(error))
+        raise AssertionError("unreachable: the attempts have no end")
+
+    async def _watch_engine(self) -> None:
+        """Ask the engine how it is whenever no call runs."""
+        silent_since: float | None = None
+        while True:
+            await asyncio.sleep(self._health_interval_s)
+            life = self._life
+            if life.state not in LIVING or life.busy:
+                silent_since = None
+                continue
+            generation, asked = life.generation, time.monotonic()
+            try:
+                async with asyncio.timeout(self._health_timeout_s):
+                    view = await self._engine.ask()
+            except EngineDied as error:
+                self.post(ev.EngineDied(str(error)))
+                return
+            except (EngineError, TimeoutError) as error:
+                silent_since = silent_since or asked
+                if life.generation != generation or life.busy:
+                    silent_since = None  # a command started in between; its own limit holds
+                elif time.monotonic() - silent_since >= self._health_timeout_s:
+                    log.error("the engine did not answer for %g s: %r", self._health_timeout_s, error)
+                    self.post(ev.EngineUnresponsive("wedged"))
+                    return
+                continue
+            silent_since = None
+            self.post(ev.Observed(generation, view, time.monotonic()))
+
+
+async def _forever(delays_s: tuple[float, ...]) -> AsyncIterator[float]:
+    for delay_s in delays_s:
+        yield delay_s
+    while True:
+        yield delays_s[-1]
+
+
+__all__ = ["Engine", "Runner", "State", "Traffic"]
