@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import secrets
@@ -304,6 +305,7 @@ class Bus:
         self._closed = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
         self._max_payload = 0
+        self._connected_since = -math.inf
 
     @classmethod
     async def connect(
@@ -357,6 +359,11 @@ class Bus:
     def max_payload(self) -> int:
         """The largest message that the server takes, in bytes."""
         return self._max_payload
+
+    @property
+    def connected_since(self) -> float:
+        """When the connection, or the last one, was made; on the monotonic clock."""
+        return self._connected_since
 
     @property
     def client_id(self) -> int | None:
@@ -470,6 +477,7 @@ class Bus:
         link = self._usable()
         if not link.offers_jetstream:
             raise NoJetStream(f"{self.url} has no JetStream: start nats-server with -js")
+        link.buckets.pop(name, None)  # it may have been deleted since
         with contextlib.suppress(NoBucket):
             await self._bucket(link, name)
             return
@@ -549,12 +557,14 @@ class Bus:
         """Yield what exists, `SYNCED`, and then each change, for ever.
 
         After a reconnect, and after `WATCH_SILENCE_S` without news, all is read anew: what changed
-        meanwhile is told, then `SYNCED` again. Close it (`contextlib.aclosing`) when done.
+        meanwhile is told, then `SYNCED` again. A bucket that does not exist is waited for, as if it
+        were empty. Close it (`contextlib.aclosing`) when done.
 
         Raises:
             NotConnected: the bus was closed.
         """
         known: dict[str, int] = {}
+        told_empty = False
         while True:
             await self.wait_connected()
             link = self._link
@@ -564,6 +574,12 @@ class Bus:
                 watcher = await self._watch(link, bucket, pattern)
             except BusError as error:
                 logger.debug("cannot watch %s: %s", bucket, error)
+                if isinstance(error, NoBucket) and (known or not told_empty):
+                    for key in list(known):
+                        del known[key]
+                        yield KvUpdate(key, None, UpdateKind.EXPIRED)
+                    told_empty = True
+                    yield KvUpdate("", None, UpdateKind.SYNCED)
                 await asyncio.wait({link.ended}, timeout=random.uniform(0.5, 1.0))
                 continue
             try:
@@ -693,6 +709,7 @@ class Bus:
     def _adopt(self, link: _Link) -> None:
         self._link = link
         self._max_payload = link.max_payload
+        self._connected_since = time.monotonic()
         self._connected.set()
         base = urlsplit(link.url)
         user = f"{base.netloc.rpartition('@')[0]}@" if "@" in base.netloc else ""
