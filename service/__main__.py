@@ -92,7 +92,7 @@ def _click_option(option: Option) -> Callable[[_F], _F]:
 
 
 class _Command(click.Command):
-    """A command with examples, and a hint for what belongs to the engine."""
+    """A command whose help ends with examples."""
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +107,7 @@ class _Command(click.Command):
 
 
 class _ServeCommand(_Command):
-    """Keeps what comes after `--` away from our own parsing."""
+    """Keeps what comes after `--` away from our own parsing, and hints at it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ours = args[: args.index("--")] if "--" in args else args
@@ -288,7 +288,7 @@ _MODES = click.Choice(("abort", "wait", "keep"))
 _MODE_HELP = "What happens to requests in flight: abort ends them, wait lets them finish, keep freezes them."
 
 
-class _JsonParameter(click.ParamType[Any]):
+class _JsonParameter(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
     """JSON, or `@FILE` with JSON in it."""
 
     name = "JSON"
@@ -320,53 +320,66 @@ def _verb(
     """
 
     def decorate(make_args: Callable[..., dict[str, Any]]) -> click.Command:
-        name = make_args.__name__
-        own = {parameter.name for parameter in getattr(make_args, "__click_params__", [])}
+        verb = make_args.__name__
+        declared: list[click.Parameter] = getattr(make_args, "__click_params__", [])
+        own = {parameter.name for parameter in declared}
 
-        def command(
-            instance: tuple[str, ...],
-            everyone: bool,
-            command_id: str | None = None,
-            *,
-            issuer: str | None,
-            epoch: int | None,
-            session: str | None,
-            wait_s: str,
-            as_json: bool,
-            config: str | None,
-            **rest: Any,
-        ) -> int:
-            args = make_args(**{key: rest.pop(key) for key in own})
-            if instance and everyone:
-                raise click.UsageError("--instance and --all exclude each other")
-            if not instance and not everyone and required:
-                raise click.UsageError("say --instance ID or --all")
-            loaded = settings.load_client(rest, config=config)
-            wait = settings.parse_value(settings.POSITIVE_SECONDS, "--wait-s", wait_s)
-            names = tuple(
-                dict.fromkeys(settings.parse_value(settings.NAME, "--instance", each) for each in instance)
-            )
-            from service import commands
-
-            order = commands.Order(
-                verb=name,
-                args={key: value for key, value in args.items() if value is not None},
-                instances=names or None,
-                id=command_id,
-                issuer=issuer,
-                epoch=epoch,
-                session=session,
-            )
-            return commands.send(loaded, order, wait, as_json)
+        def command(**given: Any) -> int:
+            args = make_args(**{name: given.pop(name) for name in own})
+            return _send(verb, args, required, **given)
 
         for option in reversed(_target_options(own_id="id" in own)):
             command = option(command)
-        command.__click_params__ += getattr(make_args, "__click_params__", [])  # type: ignore[attr-defined]
+        command.__click_params__ += declared  # type: ignore[attr-defined]
         return cli.command(
-            name=name.replace("_", "-"), cls=_Command, help=make_args.__doc__, examples=examples
+            name=verb.replace("_", "-"),
+            cls=_Command,
+            help=f"{make_args.__doc__}\n\n{_EXIT_CODES}",
+            examples=examples,
         )(command)
 
     return decorate
+
+
+_EXIT_CODES = (
+    "Exit codes: 0 all ok, 1 some refused or failed, 3 some did not answer, 2 wrong usage or no broker."
+)
+
+
+def _send(
+    verb: str,
+    args: dict[str, Any],
+    required: bool,
+    instance: tuple[str, ...],
+    everyone: bool,
+    as_json: bool,
+    wait_s: str,
+    issuer: str | None,
+    epoch: int | None,
+    session: str | None,
+    config: str | None,
+    command_id: str | None = None,
+    **broker: Any,
+) -> int:
+    if instance and everyone:
+        raise click.UsageError("--instance and --all exclude each other")
+    if not instance and not everyone and required:
+        raise click.UsageError("say --instance ID or --all")
+    loaded = settings.load_client(broker, config=config)
+    wait = settings.parse_value(settings.POSITIVE_SECONDS, "--wait-s", wait_s)
+    names = dict.fromkeys(settings.parse_value(settings.NAME, "--instance", each) for each in instance)
+    from service import commands
+
+    order = commands.Order(
+        verb=verb,
+        args={key: value for key, value in args.items() if value is not None},
+        instances=tuple(names) or None,
+        id=command_id,
+        issuer=issuer,
+        epoch=epoch,
+        session=session,
+    )
+    return commands.send(loaded, order, wait, as_json)
 
 
 def _target_options(own_id: bool) -> list[Callable[[Any], Any]]:
@@ -409,13 +422,11 @@ _lease = click.option(
 
 @_verb("watchkeeper pause --all --mode keep")
 @click.option("--mode", type=_MODES, help=f"{_MODE_HELP}  [default: abort]")
-@click.option(
-    "--no-clear-cache", "clear_cache", flag_value=False, default=None, help="Keep the prefix cache."
-)
+@click.option("--no-clear-cache", is_flag=True, help="Keep the prefix cache.")
 @_lease
-def pause(mode: str | None, clear_cache: bool | None, lease_s: float | None) -> dict[str, Any]:
+def pause(mode: str | None, no_clear_cache: bool, lease_s: float | None) -> dict[str, Any]:
     """Stop scheduling, and withdraw readiness."""
-    return {"mode": mode, "clear_cache": clear_cache, "lease_s": lease_s}
+    return {"mode": mode, "clear_cache": False if no_clear_cache else None, "lease_s": lease_s}
 
 
 @_verb("watchkeeper resume --all")
