@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -103,6 +103,8 @@ class Died:
     reason: str
 
 
+_Stubs: TypeAlias = "tuple[control_pb2_grpc.ControlAsyncStub, host_pb2_grpc.HostAsyncStub]"
+
 HostEvent = Progress | Accepted | Loaded | Refused | Failed | InFlight | Died
 LastEvent = Refused | Failed | Died
 
@@ -138,6 +140,7 @@ class EngineProcess:
         self._queue: asyncio.Queue[HostEvent] = asyncio.Queue()
         self._last_event: LastEvent | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._stubs: _Stubs | None = None
         self._killing: asyncio.Task[tuple[int, ...]] | None = None
 
     @property
@@ -175,8 +178,10 @@ class EngineProcess:
             lambda: _Lines(self._line, self._output_ended), process.stdout
         )
         self._channel = aio.insecure_channel(f"unix:{self._socket_path}", options=_CHANNEL_OPTIONS)
-        self._control = control_pb2_grpc.ControlStub(self._channel)
-        self._host = host_pb2_grpc.HostStub(self._channel)
+        self._stubs = (
+            control_pb2_grpc.ControlStub(self._channel),
+            host_pb2_grpc.HostStub(self._channel),
+        )
         self._watching = asyncio.create_task(self._watch(), name="engine-host-watch")
 
     async def events(self) -> AsyncIterator[HostEvent]:
@@ -276,6 +281,19 @@ class EngineProcess:
 
     # Inside
 
+    @property
+    def _control(self) -> "control_pb2_grpc.ControlAsyncStub":
+        return self._started()[0]
+
+    @property
+    def _host(self) -> "host_pb2_grpc.HostAsyncStub":
+        return self._started()[1]
+
+    def _started(self) -> _Stubs:
+        if self._stubs is None:
+            raise EngineDied("the engine host is not started")
+        return self._stubs
+
     def _spawn(self) -> subprocess.Popen[bytes]:
         # Blocks until the exec, a few milliseconds. The thread that forks must live as long as the
         # host: the host dies with it (PR_SET_PDEATHSIG).
@@ -300,8 +318,6 @@ class EngineProcess:
     async def _call(
         self, method: aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:
-        if self._process is None:
-            raise EngineDied("the engine host is not started")
         if self._dead.done():
             raise EngineDied(self._dead.result())
         call = asyncio.ensure_future(_answer(method, request))
@@ -314,7 +330,9 @@ class EngineProcess:
         except aio.AioRpcError as error:
             details = error.details() or error.code().name
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                raise EngineDied(details) from error
+                # The connection breaks before it is known why.
+                await asyncio.wait({self._dead}, timeout=2 * SETTLE_S)
+                raise EngineDied(self._dead.result() if self._dead.done() else details) from error
             raise EngineError(details) from error
         finally:
             call.cancel()
