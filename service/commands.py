@@ -19,8 +19,9 @@ import click
 import msgspec
 
 from bus import subjects
-from bus.codec import BadMessage, Format, decode_reply, decode_snapshot, encode
-from bus.connection import Bus, BusError, Credentials, NoBucket, NoResponders, Timeout
+from bus.codec import BadMessage, Format, decode_reply, encode
+from bus.connection import Bus, BusError, Credentials, NoResponders, Timeout
+from bus.discovery import read_states
 from bus.messages import BadArguments, Reply, Snapshot, StateName, Verb, parse_args
 from service.settings import BrokerSettings, ClientSettings, SettingsError, read_secret
 
@@ -29,6 +30,10 @@ ALL_OK, SOME_REFUSED, SOME_SILENT = 0, 1, 3
 
 UNLISTED_WAIT_S = 1.0
 """For answers of instances that the bucket does not list, where it lists none at all."""
+
+
+LOOK_AGAIN_S = 1.0
+"""How often the bucket is read while answers are missing: who is gone from it is not waited for."""
 
 
 class _Complaints(logging.Handler):
@@ -144,20 +149,62 @@ async def _send(settings: ClientSettings, order: Order, wait_s: float, answers: 
 
                 await asyncio.gather(*map(ask, order.instances))
             return
-        known = await _known(bus, settings)
-        silent = set(known)
-        with _progress(order.verb, len(known)) as advance:
-            async with aclosing(
-                bus.scatter(subject(subjects.ALL), body, wait_s if known else min(wait_s, UNLISTED_WAIT_S))
-            ) as replies:
-                async for raw in replies:
-                    answer = _read("?", raw)
-                    answers.append(answer)
-                    silent.discard(answer.instance)
-                    advance()
-                    if known and not silent:
-                        break
-        answers += [_Answer(name, silence=f"{late} (last seen {known[name].state})") for name in silent]
+        await _ask_all(bus, settings, order.verb, subject(subjects.ALL), body, wait_s, late, answers)
+
+
+async def _ask_all(
+    bus: Bus,
+    settings: ClientSettings,
+    verb: str,
+    subject: str,
+    body: bytes,
+    wait_s: float,
+    late: str,
+    answers: list[_Answer],
+) -> None:
+    known = await _listed(bus, settings)
+    silent = set(known)
+
+    async def collect() -> None:
+        limit_s = wait_s if known else min(wait_s, UNLISTED_WAIT_S)
+        async with aclosing(bus.scatter(subject, body, limit_s)) as replies:
+            async for raw in replies:
+                answer = _read("?", raw)
+                answers.append(answer)
+                silent.discard(answer.instance)
+                advance()
+                if known and not silent:
+                    return
+
+    async def give_up_the_dead() -> None:
+        while silent or not known:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            try:
+                listed = await _listed(bus, settings)
+            except BusError:  # answers may still come after a reconnect
+                continue
+            for name in silent - listed.keys():
+                answers.append(_Answer(name, silence="it ended without an answer"))
+                silent.discard(name)
+                advance()
+
+    with _progress(verb, len(known)) as advance:
+        tasks = {asyncio.create_task(collect()), asyncio.create_task(give_up_the_dead())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in done:
+            task.result()
+    answers += [_Answer(name, silence=f"{late} (last seen {known[name].state})") for name in silent]
+
+
+async def _listed(bus: Bus, settings: ClientSettings) -> dict[str, Snapshot]:
+    """The instances of the component that should answer."""
+    states = await read_states(bus, settings.namespace, settings.component)
+    return {name: snapshot for name, snapshot in states.items() if snapshot.state != StateName.STOPPED}
 
 
 async def _ask(bus: Bus, instance: str, subject: str, body: bytes, wait_s: float, late: str) -> _Answer:
@@ -184,24 +231,6 @@ def _signed(raw: bytes) -> str | None:
     except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
         return None
     return name if isinstance(name, str) else None
-
-
-async def _known(bus: Bus, settings: ClientSettings) -> dict[str, Snapshot]:
-    """The instances of the component that should answer."""
-    pattern = subjects.state_key_pattern(settings.namespace, settings.component)
-    try:
-        entries = await bus.kv_entries(subjects.STATES_BUCKET, pattern)
-    except NoBucket:  # no instance was ever started here
-        return {}
-    found = {}
-    for key, value in entries.items():
-        try:
-            snapshot = decode_snapshot(value)
-        except BadMessage as error:
-            raise SettingsError(f"{subjects.STATES_BUCKET}: {key}: {error}") from error
-        if snapshot.state != StateName.STOPPED:
-            found[snapshot.instance] = snapshot
-    return found
 
 
 async def _print_events(settings: ClientSettings) -> None:

@@ -55,7 +55,7 @@ class Fleet:
             self.asked.append((instance, verb, body))
             found = answer(verb, body) if answer else reply(instance)
             if found is not None:
-                self._send(self.bus.respond(message, encode(found, Format.JSON)))
+                self.later(self.bus.respond(message, encode(found, Format.JSON)))
 
         for target in (instance, subjects.ALL):
             await self.bus.subscribe(subjects.control_pattern("default", "backend", target), arrived)
@@ -67,7 +67,7 @@ class Fleet:
         value = encode(snapshot(instance, state), Format.JSON)
         await self.bus.kv_put(subjects.STATES_BUCKET, key, value, 5)
 
-    def _send(self, sending: Any) -> None:
+    def later(self, sending: Any) -> None:
         task = asyncio.create_task(sending)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -143,6 +143,18 @@ async def test_who_does_not_answer_is_told_and_makes_exit_code_3(
     assert code == 3
     code, out, _ = await watchkeeper("pause", "--instance", "w2", "--wait-s", "0.3")
     assert (code, out[-1]) == (3, "1 instance: 0 ok, 1 did not answer")
+
+
+async def test_who_is_gone_is_not_waited_for(fleet: Fleet, watchkeeper: Watchkeeper) -> None:
+    def die(verb: str, body: dict[str, Any]) -> None:
+        key = subjects.state_key("default", "backend", "w2")
+        fleet.later(fleet.bus.kv_delete(subjects.STATES_BUCKET, key, 5))
+
+    await fleet.add("w1")
+    await fleet.add("w2", die)
+    code, out, _ = await watchkeeper("pause", "--all", "--wait-s", "600")
+    assert out[:2] == ["w1  ok         paused", "w2  no_answer  -       it ended without an answer"]
+    assert code == 3
 
 
 async def test_an_instance_that_is_not_there_is_known_at_once(fleet: Fleet, watchkeeper: Watchkeeper) -> None:
