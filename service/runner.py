@@ -18,7 +18,7 @@ from service.control import Control, Order
 from statemachine import effects as fx
 from statemachine import events as ev
 from statemachine.lifecycle import EventNotAllowed, Lifecycle, Refused, drains
-from statemachine.states import Admission, Mode, State, Tag
+from statemachine.states import Admission, Mode, Tag
 from statemachine.table import LIVING
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Engine(Protocol):
     async def reset_caches(self) -> None: ...
     async def ask(self) -> View: ...
     async def abort_requests(self) -> None: ...
-    async def set_admission(self, admission: Admission, reason: str, end_held: bool) -> None: ...
+    async def set_admission(self, admission: Admission, reason: str, end_held: bool, code: str) -> int: ...
 
 
 class Traffic(Protocol):
@@ -55,12 +55,15 @@ class Traffic(Protocol):
 
     def show_health(self, statuses: Mapping[str, bool]) -> None: ...
     async def leave(self) -> None: ...
-    async def join(self) -> None: ...
+    async def join(self, weight_version: str) -> None: ...
     async def publish(self, picture: fx.Picture, cause: ev.Cause | None) -> None: ...
 
 
 class Runner:
     """Drives one lifecycle.
+
+    The end of a life begins with `shutdown` or `failure`; others carry it out, while commands go
+    on being answered here until `run` is cancelled.
 
     Args:
         call_timeouts_s: limit of an engine call in seconds, by the verbs of `--call-timeout-s`.
@@ -68,7 +71,7 @@ class Runner:
             take to answer.
 
     Attributes:
-        ended: resolves to `BeginShutdown` or `BeginFailure` when the end begins.
+        shutdown, failure: resolve when the end begins.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Runner:
         self._life, self._engine, self._traffic, self._control = life, engine, traffic, control
         self._timeouts_s = call_timeouts_s
         self._health_interval_s, self._health_timeout_s = health_interval_s, health_timeout_s
-        self._inbox: asyncio.Queue[ev.Event | Order | None] = asyncio.Queue()
+        self._inbox: asyncio.Queue[ev.Event | Order | asyncio.Future[None]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._may_run = asyncio.Event()
         self._may_run.set()
@@ -102,7 +105,13 @@ class Runner:
 
     def release_commands(self) -> None:
         self._may_run.set()
-        self._inbox.put_nowait(None)
+        self._inbox.put_nowait(asyncio.get_running_loop().create_future())
+
+    async def caught_up(self) -> None:
+        """Return when everything posted so far has been dealt with."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._inbox.put_nowait(done)
+        await done
 
     async def run(self) -> None:
         """Work until cancelled. An error that is nobody else's fault comes out of here."""
@@ -111,18 +120,22 @@ class Runner:
                 watch = group.create_task(self._watch_engine())
                 try:
                     while True:
-                        item = await self._inbox.get()
-                        if isinstance(item, Order):
-                            for event in self._control.arrive(item, self._life):
-                                await self._handle(event)
-                        elif item is not None:
-                            await self._handle(item)
+                        await self._deal_with(await self._inbox.get())
                         await self._start_waiting()
                 finally:
                     watch.cancel()
         finally:
             for task in self._tasks:
                 task.cancel()
+
+    async def _deal_with(self, item: "ev.Event | Order | asyncio.Future[None]") -> None:
+        if isinstance(item, Order):
+            for event in self._control.arrive(item, self._life):
+                await self._handle(event)
+        elif isinstance(item, asyncio.Future):
+            item.set_result(None)
+        else:
+            await self._handle(item)
 
     async def _start_waiting(self) -> None:
         if self._life.state not in LIVING:
@@ -156,7 +169,7 @@ class Runner:
             case fx.LeaveDiscovery():
                 await self._traffic.leave()
             case fx.JoinDiscovery():
-                await self._traffic.join()
+                await self._traffic.join(effect.weight_version)
             case fx.Admit():
                 await self._admit(effect)
             case fx.Publish():
@@ -178,7 +191,9 @@ class Runner:
     async def _admit(self, effect: fx.Admit) -> None:
         try:
             async with asyncio.timeout(GATE_LIMIT_S):
-                await self._engine.set_admission(effect.admission, effect.reason, effect.end_held)
+                await self._engine.set_admission(
+                    effect.admission, effect.reason, effect.end_held, effect.code
+                )
         except (EngineDied, TimeoutError) as error:
             log.debug("admission not set: %r", error)  # found and reported elsewhere
         except EngineError as error:
@@ -288,9 +303,7 @@ class Runner:
         After a call that timed out the engine may still be busy with it: then the limit is the one
         of the health question, else that of the attempts.
         """
-        limit_s = max(self._health_timeout_s, SETTLE_LIMIT_S) if timed_out else SETTLE_LIMIT_S
-        if timed_out:
-            limit_s = self._health_timeout_s
+        limit_s = self._health_timeout_s if timed_out else SETTLE_LIMIT_S
         try:
             async with asyncio.timeout(limit_s):
                 async for delay_s in _forever(SETTLE_DELAYS_S):
@@ -340,5 +353,3 @@ async def _forever(delays_s: tuple[float, ...]) -> AsyncIterator[float]:
     while True:
         yield delays_s[-1]
 
-
-__all__ = ["Engine", "Runner", "State", "Traffic"]

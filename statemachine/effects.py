@@ -159,16 +159,23 @@ class LeaveDiscovery:
 
 @dataclass(frozen=True)
 class JoinDiscovery:
-    pass
+    weight_version: str = "default"
 
 
 @dataclass(frozen=True)
 class Admit:
-    """end_held: requests that are held or frozen end now with the retryable error."""
+    """What happens to inference requests from now on.
+
+    Attributes:
+        reason: told to those who are refused.
+        end_held: requests that are held or frozen end now with the retryable error.
+        code: of that error, where it is not the one of the admission.
+    """
 
     admission: Admission
     reason: str = ""
     end_held: bool = False
+    code: str = ""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class Lifecycle:
         self._position = _Position(shown(self.facts))
         self._shown_health: dict[str, bool] = self._health(self.picture)
         self._shown_picture = self.picture
+        self._shown_cause: ev.Cause | None = None
         self._admission = self._wanted_admission()
 
     @property
@@ -349,7 +350,7 @@ class Lifecycle:
     def _wanted_admission(self) -> fx.Admit:
         facts = self.facts
         if facts.failure is not None:
-            return fx.Admit(Admission.CLOSED, "engine_failed", end_held=True)
+            return fx.Admit(Admission.CLOSED, "the engine failed", end_held=True, code="engine_failed")
         if not facts.loaded:
             return fx.Admit(Admission.REFUSED, "the engine is loading")
         mode = facts.stop_mode
@@ -376,16 +377,14 @@ class Lifecycle:
         if statuses != self._shown_health:
             traffic.append(fx.ShowHealth(statuses))
         if picture.ready != self._shown_picture.ready:
-            traffic.append(fx.JoinDiscovery() if picture.ready else fx.LeaveDiscovery())
+            traffic.append(fx.JoinDiscovery(picture.weights.version) if picture.ready else fx.LeaveDiscovery())
         gate: list[fx.Effect] = [] if admission == self._admission else [admission]
         effects = [*gate, *traffic] if picture.ready else [*traffic, *gate]
         if picture != self._shown_picture:
             effects.append(fx.Publish(picture, cause))
+            self._shown_cause = cause
         self._shown_health, self._shown_picture, self._admission = statuses, picture, admission
-        self._shown_cause = cause or self._shown_cause
         return effects
-
-    _shown_cause: ev.Cause | None = None
 
 
 _OBSERVED = (State.SERVING, State.PAUSED, State.ASLEEP, State.PARTIALLY_AWAKE, State.WEIGHT_UPDATE)

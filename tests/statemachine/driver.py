@@ -57,8 +57,8 @@ class ModelEngine:
                 self.version = version
             case _:
                 pass
-        if self.scheduling and (self.asleep or self.meta):
-            self.scheduled_where_forbidden = True
+        if isinstance(call.call, fx.ResumeEngine | fx.StartUpdate) and self.scheduling:
+            self.scheduled_where_forbidden |= bool(self.asleep) or self.meta
         return ev.CallSucceeded(call.number)
 
 

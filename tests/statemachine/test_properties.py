@@ -151,6 +151,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.driver.engine.fail.append(kind)
 
     @rule(number=st.integers(-1, 3))
+    @precondition(lambda self: self.driver.life.running_call)
     def an_old_call_ends(self, number: int) -> None:
         call = self.driver.life.running_call
         if call is None or number < call.number:
@@ -169,6 +170,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.driver.engine.scheduled_where_forbidden = False
 
     @rule()
+    @precondition(lambda self: self.driver.life.running_call)
     def a_drain_is_cut(self) -> None:
         self.feed(ev.DrainCut(ev.Cause("pause", "cut")))
 
@@ -216,5 +218,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert picture.state is not State.ASLEEP or facts.asleep == tuple(Tag)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestAnyOrder = AnyOrder.TestCase

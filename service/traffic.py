@@ -1,0 +1,214 @@
+"""What others see of an instance: gRPC health, discovery, state events and the snapshot."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bus import messages, subjects
+from bus.codec import Format, encode
+from bus.connection import Bus, BusError
+from bus.discovery import DELETE_TIMEOUT_S, Announcer
+from service.engine.protocol import EngineInfo
+from service.health_server import HealthServer
+from statemachine import effects as fx
+from statemachine import events as ev
+from statemachine.states import State
+
+log = logging.getLogger(__name__)
+
+UNREACHABLE = "discovery_unreachable"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this instance is, for as long as it lives. Addresses are what others are told."""
+
+    namespace: str
+    component: str
+    instance: str
+    incarnation: str
+    role: str
+    grpc: str
+    http: str
+    admin: str
+
+
+@dataclass
+class Outside:
+    """Shows the state machine's pictures to everybody.
+
+    Attributes:
+        in_flight: inference requests accepted and not yet ended.
+        engine: once it is loaded.
+    """
+
+    me: Identity
+    health: HealthServer
+    bus: Bus
+    announcer: Announcer
+    picture: fx.Picture
+    model: str
+    in_flight: int = 0
+    engine: EngineInfo | None = None
+    engine_kind: str = "vllm"
+    ready_since_s: float | None = None
+    unready_since_s: float = field(default_factory=time.monotonic)
+    _seq: int = 0
+    _time: float = field(default_factory=time.time)
+    _previous: State | None = None
+    _cause: ev.Cause | None = None
+    _update_since: float | None = None
+    _operation_since: float | None = None
+
+    # --- orders of the state machine ------------------------------------------------------------
+
+    def show_health(self, statuses: Mapping[str, bool]) -> None:
+        self.health.set(statuses)
+
+    async def leave(self) -> None:
+        """No longer than `DELETE_TIMEOUT_S`, whatever the broker does."""
+        self.unready_since_s = time.monotonic()
+        await self.announcer.delete(self._patience_s)
+
+    async def join(self, weight_version: str) -> None:
+        me, info = self.me, self.engine
+        entry = messages.InstanceEntry(
+            namespace=me.namespace,
+            component=me.component,
+            endpoint=subjects.ENDPOINT,
+            instance=me.instance,
+            incarnation=me.incarnation,
+            model=info.model if info else self.model,
+            role=me.role,
+            transport=messages.Transport(http=me.http, grpc=me.grpc),
+            weight_version=weight_version,
+            max_model_len=info.max_model_len if info else None,
+        )
+        await self.announcer.put(entry, self._patience_s)
+
+    async def publish(self, picture: fx.Picture, cause: ev.Cause | None) -> None:
+        """Make a change known: one more in `seq`, as an event and for those who come later."""
+        now = time.time()
+        before = self.picture
+        if picture.state is not before.state:
+            self._previous = before.state
+        if picture.weight_update is None:
+            self._update_since = None
+        elif self._update_since is None or not _same_update(before, picture):
+            self._update_since = now
+        if picture.operation is None:
+            self._operation_since = None
+        elif before.operation != picture.operation:
+            self._operation_since = now
+        self.picture, self._cause, self._time = picture, cause, now
+        self._seq += 1
+        await self.announce()
+        log.info("%s", _line(picture, cause))
+
+    async def announce(self) -> None:
+        """Send the present snapshot to those who listen, and keep it for those who come later."""
+        snapshot = self.snapshot()
+        subject = subjects.state(self.me.namespace, self.me.component, self.me.instance)
+        try:
+            await self.bus.publish(subject, encode(snapshot, Format.MSGPACK))
+        except BusError as error:
+            log.debug("state event not sent: %s", error)
+        await self.announcer.put_state(snapshot, self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """With the broker away a change is kept for the reconnect, and tried only shortly."""
+        return DELETE_TIMEOUT_S
+
+    async def restored(self) -> None:
+        """Put the keys right after a reconnect."""
+        while self.bus.connected and not await self.announcer.restore():
+            await asyncio.sleep(DELETE_TIMEOUT_S)
+
+    # --- the snapshot ---------------------------------------------------------------------------
+
+    def snapshot(self) -> messages.Snapshot:
+        me, picture = self.me, self.picture
+        info = self.engine
+        return messages.Snapshot(
+            namespace=me.namespace,
+            component=me.component,
+            instance=me.instance,
+            incarnation=me.incarnation,
+            seq=self._seq,
+            time=self._time,
+            state=picture.state.value,
+            previous=self._previous.value if self._previous else None,
+            ready=picture.ready,
+            live=picture.live,
+            settled=picture.settled,
+            reasons=[*picture.reasons, *([] if self.bus.connected else [UNREACHABLE])],
+            paused=_paused(picture),
+            sleep=_sleep(picture),
+            weight_update=self._weight_update(),
+            weights=messages.Weights(
+                version=picture.weights.version, epoch=picture.weights.epoch, good=picture.weights.good
+            ),
+            in_flight=self.in_flight,
+            operation=self._operation(),
+            cause=_cause(self._cause),
+            role=me.role,
+            model=info.model if info else self.model,
+            engine=messages.Engine(
+                kind=info.kind if info else self.engine_kind, version=info.version if info else None
+            ),
+            addresses=messages.Addresses(grpc=me.grpc, http=me.http, admin=me.admin),
+        )
+
+    def _weight_update(self) -> messages.WeightUpdate | None:
+        update = self.picture.weight_update
+        if update is None:
+            return None
+        return messages.WeightUpdate(
+            phase=update.phase.value,
+            session=update.session,
+            owner=update.owner,
+            chunks=update.chunks,
+            since=self._update_since,
+        )
+
+    def _operation(self) -> messages.Operation | None:
+        operation = self.picture.operation
+        if operation is None:
+            return None
+        return messages.Operation(
+            verb=operation.verb, id=operation.id, since=self._operation_since or self._time
+        )
+
+
+def _same_update(one: fx.Picture, other: fx.Picture) -> bool:
+    """Whether both show the same session, or the same fault of the weights."""
+    a, b = one.weight_update, other.weight_update
+    return a is not None and b is not None and (a.session, a.session or a.phase) == (b.session, b.session or b.phase)
+
+
+def _paused(picture: fx.Picture) -> messages.Paused | None:
+    paused = picture.paused
+    return paused and messages.Paused(mode=paused.mode.value, by=[origin.value for origin in paused.by])
+
+
+def _sleep(picture: fx.Picture) -> messages.Sleep | None:
+    sleep = picture.sleep
+    return sleep and messages.Sleep(level=sleep.level, asleep=[tag.value for tag in sleep.asleep])
+
+
+def _cause(cause: ev.Cause | None) -> messages.Cause | None:
+    return cause and messages.Cause(verb=cause.verb, id=cause.id, issuer=cause.issuer)
+
+
+def _line(picture: fx.Picture, cause: ev.Cause | None) -> str:
+    """One log line for a person: where we are and who made it so."""
+    parts = [picture.state.value if picture.settled else f"{picture.state.value} (not settled)"]
+    if picture.reasons:
+        parts.append("; ".join(picture.reasons))
+    if cause:
+        who = " ".join(filter(None, (cause.verb, cause.issuer and f"by {cause.issuer}", cause.id and f"({cause.id})")))
+        parts.append(f"cause: {who}")
+    return " | ".join(parts)
