@@ -1,17 +1,12 @@
-"""What the command line does with a running fleet: send commands, and listen to events.
-
-Commands are sent as JSON, so that `--json` prints each reply exactly as it came.
-"""
+"""What the command line does with a running fleet: send commands, and listen to events."""
 
 import asyncio
 import getpass
 import logging
-import secrets
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,25 +14,20 @@ import click
 import msgspec
 
 from bus import subjects
-from bus.codec import BadMessage, Format, decode_reply, encode
-from bus.connection import Bus, BusError, Credentials, NoResponders, Timeout
-from bus.discovery import read_states
+from bus.client import Client, Instance, NoAnswer
+from bus.connection import Bus, BusError, Credentials
 from bus.messages import BadArguments, Reply, Snapshot, StateName, Verb, parse_args
 from service.settings import BrokerSettings, ClientSettings, SettingsError, read_secret
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 ALL_OK, SOME_REFUSED, SOME_SILENT = 0, 1, 3
 
-UNLISTED_WAIT_S = 1.0
-"""For answers of instances that the bucket does not list, where it lists none at all."""
-
-
 LOOK_AGAIN_S = 1.0
 """How often the bucket is read while answers are missing: who is gone from it is not waited for."""
 
 
 class _Complaints(logging.Handler):
-    """What the broker forbids and the like, as lines of ours; losses of connection are not errors."""
+    """What `bus` warns of, such as a lost connection or what the broker forbids, as lines of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"watchkeeper: {record.getMessage()}", err=True)
@@ -50,7 +40,7 @@ class Order:
     Attributes:
         args: only what was given; the instance knows the defaults.
         instances: None for all of the component.
-        id: one is made if None, so that `status` can ask for the reply later.
+        id: one is made if None.
     """
 
     verb: str
@@ -67,11 +57,10 @@ class _Answer:
     """What became of the command at one instance.
 
     Attributes:
-        raw, reply: None if there was no usable answer; then `silence` says why.
+        reply: None if there was none; then `silence` says why.
     """
 
     instance: str
-    raw: bytes | None = None
     reply: Reply | None = None
     silence: str = ""
 
@@ -93,8 +82,8 @@ def send(settings: ClientSettings, order: Order, wait_s: float, as_json: bool) -
         answers.sort(key=lambda answer: answer.instance)
         if as_json:
             for answer in answers:
-                if answer.raw is not None:
-                    click.echo(answer.raw)
+                if answer.reply is not None:
+                    click.echo(msgspec.json.encode(answer.reply))
         elif answers:
             for line in _table(order, answers):
                 click.echo(line)
@@ -118,78 +107,55 @@ def print_events(settings: ClientSettings) -> int:
 
 
 async def _send(settings: ClientSettings, order: Order, wait_s: float, answers: list[_Answer]) -> None:
-    id = order.id or secrets.token_hex(8)
-    body = encode(
-        {
-            "id": id,
-            "issuer": order.issuer or _default_issuer(),
-            "deadline": time.time() + wait_s,
-            "args": order.args,
-            **({"epoch": order.epoch} if order.epoch is not None else {}),
-            **({"session": order.session} if order.session is not None else {}),
-        },
-        Format.JSON,
-    )
-    late = (
-        f"no answer within {wait_s:g} s; ask later: watchkeeper status --verb {order.verb} --id {id}"
-        if order.verb != Verb.STATUS
-        else f"no answer within {wait_s:g} s"
-    )
-
-    def subject(instance: str) -> str:
-        return subjects.control(settings.namespace, settings.component, instance, order.verb)
-
     async with _connect(settings, f"watchkeeper {order.verb}") as bus:
-        if order.instances is not None:
-            with _progress(order.verb, len(order.instances)) as advance:
-
-                async def ask(instance: str) -> None:
-                    answers.append(await _ask(bus, instance, subject(instance), body, wait_s, late))
-                    advance()
-
-                await asyncio.gather(*map(ask, order.instances))
+        client = Client(bus, settings.namespace, settings.component, order.issuer or _default_issuer())
+        if order.instances is None:
+            await _ask_all(client, order, wait_s, answers)
             return
-        await _ask_all(bus, settings, order.verb, subject(subjects.ALL), body, wait_s, late, answers)
+        with _progress(order.verb, len(order.instances)) as advance:
+
+            async def ask(instance: str) -> None:
+                answers.append(await _ask(client.instance(instance), order, wait_s))
+                advance()
+
+            await asyncio.gather(*map(ask, order.instances))
 
 
-async def _ask_all(
-    bus: Bus,
-    settings: ClientSettings,
-    verb: str,
-    subject: str,
-    body: bytes,
-    wait_s: float,
-    late: str,
-    answers: list[_Answer],
-) -> None:
-    known = await _listed(bus, settings)
-    silent = set(known)
+async def _ask(instance: Instance, order: Order, wait_s: float) -> _Answer:
+    try:
+        reply = await instance.send(
+            order.verb,
+            order.args,
+            timeout_s=wait_s,
+            id=order.id,
+            epoch=order.epoch,
+            session=order.session,
+            check=False,
+        )
+    except NoAnswer as lost:
+        reason = str(lost).removeprefix(f"{lost.verb} at {lost.instance}: ")
+        return _Answer(instance.name, silence=_silence(reason, order.verb, lost.id if lost.sent else None))
+    return _Answer(reply.instance, reply)
+
+
+async def _ask_all(client: Client, order: Order, wait_s: float, answers: list[_Answer]) -> None:
+    gathering = client.send_all(order.verb, order.args, wait_s, order.id, order.epoch, order.session)
+    states = await client.states()
+    ended: set[str] = set()
 
     async def collect() -> None:
-        limit_s = wait_s if known else min(wait_s, UNLISTED_WAIT_S)
-        async with aclosing(bus.scatter(subject, body, limit_s)) as replies:
-            async for raw in replies:
-                answer = _read("?", raw)
-                answers.append(answer)
-                silent.discard(answer.instance)
-                advance()
-                if known and not silent:
-                    return
+        async for reply in gathering:
+            answers.append(_Answer(reply.instance, reply))
+            advance()
 
-    async def give_up_the_dead() -> None:
-        while silent or not known:
+    async def look_who_ended() -> None:
+        while not gathering.missing or ended < set(gathering.missing):
             await asyncio.sleep(LOOK_AGAIN_S)
-            try:
-                listed = await _listed(bus, settings)
-            except BusError:  # answers may still come after a reconnect
-                continue
-            for name in silent - listed.keys():
-                answers.append(_Answer(name, silence="it ended without an answer"))
-                silent.discard(name)
-                advance()
+            with suppress(BusError):  # answers may still come after a reconnect
+                ended.update(set(gathering.missing) - _alive(await client.states()))
 
-    with _progress(verb, len(known)) as advance:
-        tasks = {asyncio.create_task(collect()), asyncio.create_task(give_up_the_dead())}
+    with _progress(order.verb, len(_alive(states))) as advance:
+        tasks = {asyncio.create_task(collect()), asyncio.create_task(look_who_ended())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -198,39 +164,21 @@ async def _ask_all(
             await asyncio.wait(tasks)
         for task in done:
             task.result()
-    answers += [_Answer(name, silence=f"{late} (last seen {known[name].state})") for name in silent]
+    for name in gathering.missing:
+        seen = f" (last seen {states[name].state})" if name in states else ""
+        reason = "it ended without an answer" if name in ended else f"no reply in {wait_s:g} s{seen}"
+        answers.append(_Answer(name, silence=_silence(reason, order.verb, gathering.id)))
 
 
-async def _listed(bus: Bus, settings: ClientSettings) -> dict[str, Snapshot]:
-    """The instances of the component that should answer."""
-    states = await read_states(bus, settings.namespace, settings.component)
-    return {name: snapshot for name, snapshot in states.items() if snapshot.state != StateName.STOPPED}
+def _alive(states: Mapping[str, Snapshot]) -> set[str]:
+    return {name for name, snapshot in states.items() if snapshot.state != StateName.STOPPED}
 
 
-async def _ask(bus: Bus, instance: str, subject: str, body: bytes, wait_s: float, late: str) -> _Answer:
-    try:
-        return _read(instance, await bus.request(subject, body, wait_s))
-    except NoResponders:
-        return _Answer(instance, silence="nobody listens under this name")
-    except Timeout:
-        return _Answer(instance, silence=late)
-
-
-def _read(instance: str, raw: bytes) -> _Answer:
-    try:
-        reply = decode_reply(raw)
-    except BadMessage as error:
-        return _Answer(_signed(raw) or instance, silence=f"the answer cannot be read: {error}")
-    return _Answer(reply.instance, raw, reply)
-
-
-def _signed(raw: bytes) -> str | None:
-    """Who wrote an answer that is not as it should be, if at least that can be read."""
-    try:
-        name = msgspec.json.decode(raw)["instance"]
-    except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
-        return None
-    return name if isinstance(name, str) else None
+def _silence(reason: str, verb: str, id: str | None) -> str:
+    """`id`: of the command, if it may have been carried out."""
+    if id is None or verb == Verb.STATUS:
+        return reason
+    return f"{reason}; ask later: watchkeeper status --verb {verb} --id {id}"
 
 
 async def _print_events(settings: ClientSettings) -> None:
@@ -242,8 +190,7 @@ async def _print_events(settings: ClientSettings) -> None:
     async with _connect(
         settings,
         "watchkeeper events",
-        on_lost=lambda reason: note(f"lost the broker, events will be missing: {reason}"),
-        on_connected_again=lambda: note("connected again"),
+        on_connected_again=lambda: note("connected again; events in between are missing"),
     ) as bus:
         pattern = subjects.state_pattern(settings.namespace, settings.component)
         await bus.subscribe(pattern, lambda message: events.put_nowait(message.data))
@@ -263,7 +210,7 @@ async def _connect(settings: BrokerSettings, name: str, **callbacks: Any) -> Asy
     """A connection whose failures are the user's to mend."""
     log = logging.getLogger("bus")
     if not log.handlers:
-        log.addHandler(_Complaints(logging.ERROR))
+        log.addHandler(_Complaints(logging.WARNING))
     try:
         bus = await Bus.connect(
             settings.nats or (DEFAULT_URL,), credentials(settings), name, settings.nats_wait_s, **callbacks
