@@ -40,10 +40,11 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # The first attempt always comes before the host listens.
+    # The first attempts come before the host listens, and fail at once.
     ("grpc.initial_reconnect_backoff_ms", 20),
-    ("grpc.min_reconnect_backoff_ms", 20),
     ("grpc.max_reconnect_backoff_ms", 100),
+    # In spite of its name: how long one attempt may take (a host may be busy).
+    ("grpc.min_reconnect_backoff_ms", 20_000),
 )
 
 _MODES = {
