@@ -7,6 +7,7 @@ subscriptions of the old. So there is one path, and nothing is sent later than i
 """
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -17,7 +18,7 @@ import random
 import secrets
 import ssl
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ JETSTREAM_TIMEOUT_S = 2.0
 
 _SCHEMES = ("nats", "tls", "ws", "wss")
 _NO_RESPONDERS = "503"
+_NO_MESSAGE, _NO_STREAM = 10037, 10059  # JSNoMessageFoundErr, JSStreamNotFoundErr of nats-server
 _T = TypeVar("_T")
 
 
@@ -306,6 +308,7 @@ class Bus:
         self._keeper: asyncio.Task[None] | None = None
         self._max_payload = 0
         self._connected_since = -math.inf
+        self._connections = 0
 
     @classmethod
     async def connect(
@@ -364,6 +367,11 @@ class Bus:
     def connected_since(self) -> float:
         """When the connection, or the last one, was made; on the monotonic clock."""
         return self._connected_since
+
+    @property
+    def reconnects(self) -> int:
+        """How often a new connection had to be made."""
+        return max(0, self._connections - 1)
 
     @property
     def client_id(self) -> int | None:
@@ -428,7 +436,8 @@ class Bus:
             await self._publish(self._usable(), subject, data, reply)
             while expected is None or count < expected:
                 try:
-                    msg = await asyncio.wait_for(answers.get(), end - time.monotonic())
+                    async with asyncio.timeout(end - time.monotonic()):
+                        msg = await answers.get()
                 except TimeoutError:
                     return
                 if msg is None or _is_no_responders(msg):
@@ -518,17 +527,25 @@ class Bus:
         Raises:
             NoBucket, NotConnected, Timeout, BusError
         """
-        link = self._usable()
+        wanted = json.dumps({"last_by_subj": f"$KV.{bucket}.{key}"}).encode()
         try:
-            async with asyncio.timeout(timeout_s):
-                kv = await self._bucket(link, bucket)
-                entry = await self._jetstream(kv.get(key))
-        except TimeoutError:
-            raise Timeout(f"{self.url} did not answer in {timeout_s:g} s") from None
-        except _NoKey:
-            return None
-        # An expired key leaves a marker that nats-py reads as an entry without a value.
-        return entry.value or None
+            msg = await self._request(f"$JS.API.STREAM.MSG.GET.KV_{bucket}", wanted, timeout_s)
+        except NoResponders:
+            raise NoJetStream(_no_jetstream(self.url)) from None
+        try:
+            answer = json.loads(msg.data)
+            if "error" not in answer:
+                # A deleted or expired key leaves a marker without data.
+                return base64.b64decode(answer["message"].get("data", "")) or None
+            error = answer["error"]
+            if error.get("err_code") == _NO_MESSAGE:
+                return None
+            if error.get("err_code") == _NO_STREAM:
+                raise NoBucket(f"{self.url} has no bucket {bucket}")
+            reason = error.get("description", "no reason given")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            reason = "the answer cannot be read"
+        raise BusError(f"{self.url} did not give {key} of {bucket}: {reason}")
 
     async def kv_entries(self, bucket: str, pattern: str = ">", timeout_s: float = 5.0) -> dict[str, bytes]:
         """All keys that match, with their values.
@@ -710,6 +727,7 @@ class Bus:
         self._link = link
         self._max_payload = link.max_payload
         self._connected_since = time.monotonic()
+        self._connections += 1
         self._connected.set()
         base = urlsplit(link.url)
         user = f"{base.netloc.rpartition('@')[0]}@" if "@" in base.netloc else ""
@@ -758,20 +776,22 @@ class Bus:
             options["password"] = self._credentials.password or ""
         try:
             async with asyncio.timeout(max(timeout_s, 0.05)):
-                await link.connect(
-                    [url],
-                    name=self._name,
-                    error_cb=on_error,
-                    disconnected_cb=on_end,
-                    closed_cb=on_end,
-                    allow_reconnect=False,
-                    max_reconnect_attempts=1,
-                    reconnect_time_wait=0,
-                    connect_timeout=CONNECT_TIMEOUT_S,
-                    ping_interval=24 * 3600,  # pings are sent by `_until_lost`
-                    pending_size=0,  # nothing is kept while disconnected
-                    inbox_prefix=self._inbox_prefix,
-                    **options,
+                await _cancellable(
+                    link.connect(
+                        [url],
+                        name=self._name,
+                        error_cb=on_error,
+                        disconnected_cb=on_end,
+                        closed_cb=on_end,
+                        allow_reconnect=False,
+                        max_reconnect_attempts=1,
+                        reconnect_time_wait=0,
+                        connect_timeout=CONNECT_TIMEOUT_S,
+                        ping_interval=24 * 3600,  # pings are sent by `_until_lost`
+                        pending_size=0,  # nothing is kept while disconnected
+                        inbox_prefix=self._inbox_prefix,
+                        **options,
+                    )
                 )
                 if not link.is_connected:
                     raise ConnectionResetError("the broker closed the connection during the handshake")
@@ -829,7 +849,8 @@ class Bus:
         with self._inbox_for(arrived) as reply:
             await self._publish(self._usable(), subject, data, reply, headers)
             try:
-                msg = await asyncio.wait_for(answer, timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    msg = await answer
             except TimeoutError:
                 raise Timeout(f"no answer on {subject} in {timeout_s:g} s") from None
         if msg is None:
@@ -878,12 +899,10 @@ class Bus:
         kv = await self._bucket(link, bucket)
         return await self._jetstream(kv.watch(pattern, inactive_threshold=WATCH_INACTIVE_S))
 
-    async def _jetstream(self, call: Awaitable[_T]) -> _T:
+    async def _jetstream(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Await a JetStream call of nats-py and turn its errors into ours."""
         try:
-            return await call
-        except nats.js.errors.KeyNotFoundError:
-            raise _NoKey from None
+            return await _cancellable(call)
         except nats.js.errors.KeyValueLimitMarkerTTLNotSupportedError:
             raise NoJetStream(f"{self.url} is too old: nats-server 2.11 or newer is needed") from None
         except nats.js.errors.NotFoundError as error:
@@ -893,10 +912,7 @@ class Bus:
             nats.js.errors.NoStreamResponseError,
             nats.errors.NoRespondersError,
         ):
-            raise NoJetStream(
-                f"JetStream does not answer at {self.url}: start nats-server with -js, "
-                "and enable JetStream for this account"
-            ) from None
+            raise NoJetStream(_no_jetstream(self.url)) from None
         except nats.errors.ConnectionClosedError:
             raise NotConnected(f"the connection to {self.url} was lost") from None
         except TimeoutError:
@@ -910,10 +926,6 @@ class Bus:
                 callback(*args)
             except Exception:
                 logger.exception("a callback of the bus failed")
-
-
-class _NoKey(BusError):
-    pass
 
 
 _OVER = KeyValue.Entry("", "", None, None, None, None, "over")
@@ -947,6 +959,29 @@ def _update(entry: KeyValue.Entry, known: dict[str, int]) -> KvUpdate | None:
         return None
     known[entry.key] = revision
     return KvUpdate(entry.key, entry.value, UpdateKind.PUT)
+
+
+async def _cancellable(call: Coroutine[Any, Any, _T]) -> _T:
+    """Await a coroutine of nats-py so that a cancellation of ours always arrives.
+
+    It uses `asyncio.wait_for`, which before Python 3.12 swallows a cancellation that comes together
+    with the result.
+    """
+    task = asyncio.create_task(call)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if we left
+    try:
+        await asyncio.wait({task})
+    finally:
+        if not task.done():
+            task.cancel()
+    return task.result()
+
+
+def _no_jetstream(url: str) -> str:
+    return (
+        f"JetStream does not answer at {url}: start nats-server with -js, "
+        "and enable JetStream for this account"
+    )
 
 
 async def _stop(watcher: KeyValue.KeyWatcher) -> None:

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from bus import subjects
+from bus import connection, subjects
 from bus.connection import (
     Bus,
     BusError,
@@ -214,6 +216,65 @@ async def test_tls_is_never_silently_left_out(nats_server: NatsServer) -> None:
         await Bus.connect(nats_server.url.replace("nats:", "tls:"), wait_s=5)
 
 
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, str]:
+    """An authority `ca`, and `server` and `client` certificates signed by it; `other` is a stranger."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    files: dict[str, str] = {}
+    for name in ("ca", "other", "server", "client"):
+        key, cert = str(tmp_path / f"{name}.key"), str(tmp_path / f"{name}.pem")
+        signed = ["-CA", files["ca"], "-CAkey", files["ca_key"]] if name in ("server", "client") else []
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+             "-keyout", key, "-out", cert, "-days", "2", "-subj", f"/CN={name}",
+             "-addext", "subjectAltName=IP:127.0.0.1", *signed],
+            check=True,
+            capture_output=True,
+        )  # fmt: skip
+        files |= {name: cert, f"{name}_key": key}
+    return files
+
+
+def tls(files: dict[str, str], verify: bool = False) -> str:
+    return (
+        f'tls {{ cert_file: "{files["server"]}", key_file: "{files["server_key"]}", '
+        f'ca_file: "{files["ca"]}", verify: {str(verify).lower()} }}'
+    )
+
+
+async def test_tls(start_nats: StartNats, connect: Connect, certificates: dict[str, str]) -> None:
+    server = await start_nats(tls(certificates))
+    bus = await connect(server.url, credentials=Credentials(tls_ca=certificates["ca"]))
+    await bus.flush(1)
+    await server.restart()
+    await eventually(lambda: bus.reconnects == 1 and bus.connected)
+    await bus.flush(1)
+
+
+async def test_an_untrusted_certificate_is_said_quickly(
+    start_nats: StartNats, certificates: dict[str, str]
+) -> None:
+    """nats-py's own reconnect would hang here for ever."""
+    server = await start_nats(tls(certificates))
+    for credentials in (None, Credentials(tls_ca=certificates["other"])):
+        started = time.monotonic()
+        with pytest.raises(TlsFailed, match="certificate verify failed"):
+            await Bus.connect(server.url, credentials, wait_s=20)
+        assert time.monotonic() - started < 3
+
+
+async def test_client_certificates(
+    start_nats: StartNats, connect: Connect, certificates: dict[str, str]
+) -> None:
+    server = await start_nats(tls(certificates, verify=True))
+    ca, cert, key = certificates["ca"], certificates["client"], certificates["client_key"]
+    bus = await connect(server.url, credentials=Credentials(tls_ca=ca, tls_cert=cert, tls_key=key))
+    await bus.flush(1)
+    with pytest.raises(TlsFailed):
+        await Bus.connect(server.url, Credentials(tls_ca=ca), wait_s=20)
+
+
 async def test_unreadable_tls_and_credential_files(nats_server: NatsServer, tmp_path: Path) -> None:
     nonsense = tmp_path / "creds"
     nonsense.write_text("hello")
@@ -291,7 +352,11 @@ async def test_answer_after_a_reconnect_still_reaches_the_asker(
     assert await waiting == b"done"
 
 
-async def test_frozen_broker_is_noticed_and_nothing_hangs(nats_server: NatsServer, connect: Connect) -> None:
+async def test_frozen_broker_is_noticed_and_nothing_hangs(
+    nats_server: NatsServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.6)
+    monkeypatch.setattr(connection, "PING_TIMEOUT_S", 0.5)
     bus = await connect()
     nats_server.freeze()
     started = time.monotonic()
@@ -301,7 +366,7 @@ async def test_frozen_broker_is_noticed_and_nothing_hangs(nats_server: NatsServe
         await bus.kv_delete(BUCKET, "k", 0.2)
     await bus.publish("s", b"x" * 1_000_000)
     assert time.monotonic() - started < 0.6
-    await eventually(lambda: not bus.connected, within_s=8)
+    await eventually(lambda: not bus.connected, within_s=3)
     nats_server.thaw()
     await eventually(lambda: bus.connected)
     await bus.flush(1)
@@ -347,6 +412,17 @@ async def test_drain_without_a_broker_returns_at_once(nats_server: NatsServer, c
     started = time.monotonic()
     assert await bus.drain(5) is False
     assert time.monotonic() - started < 0.2
+
+
+async def test_closing_while_reconnecting_never_hangs(nats_server: NatsServer, connect: Connect) -> None:
+    """asyncio.wait_for may swallow the cancellation that comes together with a refused connection."""
+    buses = [await connect() for _ in range(100)]
+    await nats_server.stop(signal.SIGKILL)
+    await eventually(lambda: not any(bus.connected for bus in buses))
+    async with asyncio.timeout(5):
+        for bus in buses:
+            await asyncio.sleep(0.002)
+            await bus.close()
 
 
 async def test_close_ends_what_waits(bus: Bus) -> None:
