@@ -34,7 +34,7 @@ LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 
 def read_lock(device: str) -> dict[str, str]:
     """Name -> version; a line of any other form is an error, so that no index or file path slips in."""
-    pins = {}
+    pins: dict[str, str] = {}
     for line in (ROOT / "requirements" / f"{device}.txt").read_text().splitlines():
         if pin := line.partition("#")[0].strip():
             match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!-]+)", pin)
