@@ -46,13 +46,8 @@ lint: venv ## Check style, types and import rules
 bench: venv ## Measure how fast commands take effect, on real vLLM
 	@$(BIN)/python -m benchmarks.control_latency $(ARGS)
 
-# The mapped path makes the generated modules import each other by their full names.
 proto: venv ## Generate service/engine/rpc from service/engine/*.proto
-	@mkdir -p service/engine/rpc
-	@$(BIN)/python -m grpc_tools.protoc --proto_path=service/engine/rpc=service/engine \
-	  --python_out=. --pyi_out=. --grpc_python_out=. \
-	  $(patsubst service/engine/%,service/engine/rpc/%,$(wildcard service/engine/*.proto))
-	@test -e service/engine/rpc/__init__.py || touch service/engine/rpc/__init__.py
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python service/engine/rpc/generate.py
 
 # PIP_FIND_LINKS, where it is set, may hold the CPU build of torch; otherwise uv looks on PyTorch's index.
 UV ?= $(BIN)/uv

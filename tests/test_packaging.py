@@ -134,7 +134,7 @@ def test_make_lists_its_targets() -> None:
         ("lint", "mypy"),
         ("lint", "lint-imports"),
         ("bench", "python -m benchmarks.control_latency"),
-        ("proto", "service/engine/rpc/control.proto"),
+        ("proto", "service/engine/rpc/generate.py"),
         ("lock", "-o requirements/cuda.txt"),
         ("clean", "rm -rf .venv"),
     ],
