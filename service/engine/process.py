@@ -245,6 +245,7 @@ class EngineProcess:
             scheduling=view.scheduling,
             asleep=tuple(Tag(tag) for tag in view.asleep),
             meta_parameters=view.meta_parameters,
+            session_open=view.session_open if view.HasField("session_open") else None,
             weight_version=view.weight_version,
         )
 

@@ -224,6 +224,7 @@ class HostService(host_pb2_grpc.HostServicer):
             asleep=[tag.value for tag in view.asleep],
             meta_parameters=view.meta_parameters,
             weight_version=view.weight_version,
+            session_open=view.session_open,
         )
 
     async def WakeTags(self, request: host_pb2.WakeTagsRequest, context: Context) -> host_pb2.Empty:

@@ -324,6 +324,7 @@ class SimulatedEngine(HostedEngine):
             scheduling=self._stop is None,
             asleep=tuple(tag for tag in Tag if tag in self._asleep),
             meta_parameters=self._session or self._broken,
+            session_open=self._session,
             weight_version=self._weight_version,
         )
 

@@ -43,16 +43,18 @@ class Info(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., weight_transfer: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("scheduling", "asleep", "meta_parameters", "weight_version")
+    __slots__ = ("scheduling", "asleep", "meta_parameters", "weight_version", "session_open")
     SCHEDULING_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     META_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_OPEN_FIELD_NUMBER: _ClassVar[int]
     scheduling: bool
     asleep: _containers.RepeatedScalarFieldContainer[str]
     meta_parameters: bool
     weight_version: str
-    def __init__(self, scheduling: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., meta_parameters: _Optional[bool] = ..., weight_version: _Optional[str] = ...) -> None: ...
+    session_open: bool
+    def __init__(self, scheduling: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., meta_parameters: _Optional[bool] = ..., weight_version: _Optional[str] = ..., session_open: _Optional[bool] = ...) -> None: ...
 
 class WakeTagsRequest(_message.Message):
     __slots__ = ("tags",)

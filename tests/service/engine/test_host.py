@@ -26,7 +26,7 @@ async def test_signals_are_the_control_processs_affair(number: signal.Signals) -
     async with a_host() as host:
         for _ in range(3):
             os.kill(host.pid, number)
-        assert await host.process.ask() == EngineView(scheduling=True)
+        assert await host.process.ask() == EngineView(scheduling=True, session_open=False)
 
 
 async def test_a_host_has_a_group_and_a_session_of_its_own() -> None:

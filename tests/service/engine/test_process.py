@@ -53,7 +53,7 @@ async def test_every_call_reaches_the_engine() -> None:
     async with a_host() as host:
         engine = host.process
         await engine.pause(Mode.KEEP, clear_cache=False)
-        assert await engine.ask() == EngineView(scheduling=False)
+        assert await engine.ask() == EngineView(scheduling=False, session_open=False)
         await engine.sleep(2, Mode.ABORT)
         assert (await engine.ask()).asleep == (Tag.WEIGHTS, Tag.KV_CACHE)
         await engine.wake_up((Tag.WEIGHTS,))
@@ -69,7 +69,7 @@ async def test_every_call_reaches_the_engine() -> None:
         await engine.reset_caches()
         await engine.abort_requests()
         await engine.resume()
-        assert await engine.ask() == EngineView(scheduling=True, weight_version="v7")
+        assert await engine.ask() == EngineView(scheduling=True, session_open=False, weight_version="v7")
 
 
 async def test_errors_of_the_engine_arrive_with_their_text() -> None:

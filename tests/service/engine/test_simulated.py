@@ -137,11 +137,11 @@ async def test_memory_sleeps_and_wakes_by_tags_and_waking_never_schedules() -> N
     engine = await loaded()
     stream = await Stream(engine).running()
     await engine.sleep(1, Mode.KEEP)
-    assert await engine.ask() == EngineView(scheduling=False, asleep=ALL)
+    assert await engine.ask() == EngineView(scheduling=False, session_open=False, asleep=ALL)
     await engine.wake_up((Tag.WEIGHTS,))
     assert (await engine.ask()).asleep == (Tag.KV_CACHE,)
     await engine.wake_up(ALL)
-    assert await engine.ask() == EngineView(scheduling=False)
+    assert await engine.ask() == EngineView(scheduling=False, session_open=False)
     await stream.stands_still()
     await engine.resume()
     await stream.running()
@@ -175,7 +175,7 @@ async def test_an_update_from_start_to_finish() -> None:
     await engine.finish_weight_update()
     await engine.set_weight_version("v2")
     await engine.reset_caches()
-    assert await engine.ask() == EngineView(scheduling=False, weight_version="v2")
+    assert await engine.ask() == EngineView(scheduling=False, session_open=False, weight_version="v2")
 
 
 async def test_a_failed_update_closes_the_session_and_a_good_one_repairs() -> None:
@@ -266,7 +266,9 @@ async def test_a_delayed_stop_is_a_drain_that_an_abort_ends(call: str) -> None:
     await engine.abort_requests()
     await ended(stopping)
     assert await ended(running.task) == "abort"
-    assert await engine.ask() == EngineView(scheduling=False, asleep=ALL if call == "sleep" else ())
+    assert await engine.ask() == EngineView(
+        scheduling=False, session_open=False, asleep=ALL if call == "sleep" else ()
+    )
 
 
 async def test_a_delay_passes() -> None:
