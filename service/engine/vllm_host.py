@@ -8,13 +8,14 @@ that the loop keeps answering.
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import os
 import queue
 import re
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -71,6 +72,8 @@ class VllmEngine:
         self._progress("importing vLLM")
         self._args, config = await self._thread.run(lambda: _configure(self._model, self._engine_args))
         self._accepted()
+        if self._leaving:
+            raise EngineError("shut down while it loaded")
         self._progress(f"vLLM {_version()} loads {self._model}")
         try:
             self._llm = await self._thread.run(lambda: _build(self._args, config))
@@ -238,10 +241,13 @@ class VllmEngine:
         """Call a method that the plugin added to EngineCore; one result per EngineCore."""
         return await self._race(self._llm.engine_core.call_utility_all_async(method, *args))
 
-    async def _race(self, call: Awaitable[T]) -> T:
+    async def _race(self, call: Coroutine[Any, Any, T]) -> T:
         """The call's result, unless the engine dies first: vLLM never answers what was pending then."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        if self.died.done():
+            call.close()
+            raise EngineDied(self.died.result())
         task = asyncio.ensure_future(call)
         ends: set[asyncio.Future[Any]] = {task, self.died}
         try:
@@ -328,8 +334,11 @@ class _Processes:
     def __init__(self, dead: Callable[[str], None]) -> None:
         self._dead = dead
         self._handles: list[int] = []
+        # Until the engine's own are known, they are the children that come from now on.
+        self._before: set[int | None] | None = {child.pid for child in multiprocessing.active_children()}
 
     def watch(self, name: str, pid: int) -> None:
+        self._before = None
         loop = asyncio.get_running_loop()
         try:
             handle = os.pidfd_open(pid)
@@ -345,9 +354,6 @@ class _Processes:
         loop.add_reader(handle, ended)
 
     def kill(self) -> None:
-        """Kill what is left, and what a load that was cut short has started."""
-        import multiprocessing
-
         loop = asyncio.get_running_loop()
         for handle in self._handles:
             loop.remove_reader(handle)
@@ -355,12 +361,17 @@ class _Processes:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)
         self._handles.clear()
-        try:
-            import psutil  # type: ignore[import-untyped]
-        except ImportError:  # vLLM brings it: nothing was loaded
+        if self._before is not None:
+            self._kill_half_loaded(self._before)
+
+    def _kill_half_loaded(self, before: set[int | None]) -> None:
+        children = [child for child in multiprocessing.active_children() if child.pid not in before]
+        if not children:
             return
+        import psutil  # type: ignore[import-untyped]
+
         family = []
-        for child in multiprocessing.active_children():
+        for child in children:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(child.pid)
                 family += [process, *process.children(recursive=True)]
