@@ -360,6 +360,8 @@ class EngineProcess:
                     self._publish(event)
         except aio.AioRpcError as error:
             return error.details() or error.code().name
+        except Exception as error:  # whatever it is, nothing more will be heard
+            return f"{type(error).__name__}: {error}"
         return "it ended"
 
     def _publish(self, event: HostEvent) -> None:
