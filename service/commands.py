@@ -15,9 +15,10 @@ import msgspec
 
 from bus import subjects
 from bus.client import Client, Instance, NoAnswer
-from bus.connection import Bus, BusError, Credentials
+from bus.connection import Bus, BusError
 from bus.messages import BadArguments, Reply, Snapshot, StateName, Verb, parse_args
-from service.settings import BrokerSettings, ClientSettings, SettingsError, read_secret
+from service.broker import credentials
+from service.settings import BrokerSettings, ClientSettings, SettingsError
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 ALL_OK, SOME_REFUSED, SOME_SILENT = 0, 1, 3
@@ -221,23 +222,6 @@ async def _connect(settings: BrokerSettings, name: str, **callbacks: Any) -> Asy
             await bus.close()
     except BusError as error:
         raise SettingsError(str(error)) from error
-
-
-def credentials(settings: BrokerSettings) -> Credentials:
-    """How these settings say to authenticate."""
-
-    def text(path: object) -> str | None:
-        return str(path) if path is not None else None
-
-    password = settings.nats_password_file
-    return Credentials(
-        creds_file=text(settings.nats_creds),
-        user=settings.nats_user,
-        password=read_secret(password) if password is not None else None,
-        tls_ca=text(settings.nats_tls_ca),
-        tls_cert=text(settings.nats_tls_cert),
-        tls_key=text(settings.nats_tls_key),
-    )
 
 
 def _default_issuer() -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 from ulid import ULID
 
-from bus.codec import BadMessage, Format, decode_command, encode
+from bus.codec import BadMessage, decode_command, encode
 from bus.messages import (
     AbortWeightUpdateArgs,
     Args,
@@ -179,7 +179,7 @@ class Control:
             return [ev.DrainCut(order.cause)]
         return []
 
-    def next_request(self, life: Lifecycle) -> ev.Request | None:
+    def next_request(self, life: Lifecycle) -> ev.Command | None:
         """The next command to hand to the lifecycle, or None if none waits."""
         while self._waiting:
             order = self._waiting.popleft()
@@ -408,9 +408,7 @@ class Control:
                 return
             del self._remembered[key]
 
-    def _error(
-        self, id: str | None, code: ErrorCode, message: str, *, order: Order | None = None
-    ) -> Reply:
+    def _error(self, id: str | None, code: ErrorCode, message: str, *, order: Order | None = None) -> Reply:
         now_s = time.monotonic()
         return Reply(
             id=id,
@@ -432,7 +430,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _request(order: Order, held: int) -> ev.Request:
+def _request(order: Order, held: int) -> ev.Command:
     """The event that stands for this command."""
     ticket, cause, args = order.ticket, order.cause, order.args
     match args:

@@ -8,13 +8,13 @@ task of its own, and its end is the next event.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextvars import Context
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
+from service.control import Control, Order
 from service.engine.protocol import EngineDied, EngineError
 from service.engine.protocol import EngineView as View
-from service.control import Control, Order
 from statemachine import effects as fx
 from statemachine import events as ev
 from statemachine.lifecycle import EventNotAllowed, Lifecycle, Refused, drains
@@ -207,7 +207,7 @@ class Runner:
 
     # --- the engine -----------------------------------------------------------------------------
 
-    def _spawn(self, work) -> None:  # type: ignore[no-untyped-def]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._reap)
@@ -232,8 +232,9 @@ class Runner:
 
     async def _bounded(self, number: int, call: fx.EngineCall) -> ev.Event:
         limit_s = self._limit_s(call)
+        limit = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s) as limit:
+            async with limit:
                 await self._carry_out(call)
         except TimeoutError:
             if not limit.expired():
@@ -352,4 +353,3 @@ async def _forever(delays_s: tuple[float, ...]) -> AsyncIterator[float]:
         yield delay_s
     while True:
         yield delays_s[-1]
-

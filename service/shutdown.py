@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,16 @@ class Resources:
                 log.warning("release of %s failed: %r", name, error)
 
 
-async def cancel(task: "asyncio.Task[object]") -> None:
+async def cancel(task: "asyncio.Future[Any]") -> None:
     """Cancel a task of ours and wait for its end."""
     task.cancel()
     await asyncio.wait({task})
+
+
+def closing(action: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    """The release of a resource that is closed without waiting."""
+
+    async def close() -> None:
+        action()
+
+    return close

@@ -186,21 +186,27 @@ class Outside:
 def _same_update(one: fx.Picture, other: fx.Picture) -> bool:
     """Whether both show the same session, or the same fault of the weights."""
     a, b = one.weight_update, other.weight_update
-    return a is not None and b is not None and (a.session, a.session or a.phase) == (b.session, b.session or b.phase)
+    if a is None or b is None:
+        return False
+    return a.session == b.session and (a.session is not None or a.phase is b.phase)
 
 
 def _paused(picture: fx.Picture) -> messages.Paused | None:
-    paused = picture.paused
-    return paused and messages.Paused(mode=paused.mode.value, by=[origin.value for origin in paused.by])
+    if (paused := picture.paused) is None:
+        return None
+    return messages.Paused(mode=paused.mode.value, by=[origin.value for origin in paused.by])
 
 
 def _sleep(picture: fx.Picture) -> messages.Sleep | None:
-    sleep = picture.sleep
-    return sleep and messages.Sleep(level=sleep.level, asleep=[tag.value for tag in sleep.asleep])
+    if (sleep := picture.sleep) is None:
+        return None
+    return messages.Sleep(level=sleep.level, asleep=[tag.value for tag in sleep.asleep])
 
 
 def _cause(cause: ev.Cause | None) -> messages.Cause | None:
-    return cause and messages.Cause(verb=cause.verb, id=cause.id, issuer=cause.issuer)
+    if cause is None:
+        return None
+    return messages.Cause(verb=cause.verb, id=cause.id, issuer=cause.issuer)
 
 
 def _line(picture: fx.Picture, cause: ev.Cause | None) -> str:
@@ -209,6 +215,5 @@ def _line(picture: fx.Picture, cause: ev.Cause | None) -> str:
     if picture.reasons:
         parts.append("; ".join(picture.reasons))
     if cause:
-        who = " ".join(filter(None, (cause.verb, cause.issuer and f"by {cause.issuer}", cause.id and f"({cause.id})")))
-        parts.append(f"cause: {who}")
+        parts.append(f"cause: {cause.verb}" + (f" by {cause.issuer}" if cause.issuer else ""))
     return " | ".join(parts)

@@ -182,7 +182,7 @@ class Stopped:
     """Everything is gone but the bus."""
 
 
-Event = (
+Command = (
     PauseRequested
     | ResumeRequested
     | SleepRequested
@@ -192,6 +192,10 @@ Event = (
     | UpdateWeightsRequested
     | FinishUpdateRequested
     | AbortUpdateRequested
+)
+
+Event = (
+    Command
     | EngineLoaded
     | EngineDied
     | EngineUnresponsive

@@ -1,7 +1,9 @@
 """handle(event) -> effects: the one answer to "what may this engine do now"."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transitions import Machine, MachineError
 
@@ -89,7 +91,7 @@ class Lifecycle:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def judge(self, request: ev.Request) -> Refused | None:
+    def judge(self, request: ev.Command) -> Refused | None:
         """Why the table would refuse this command in the state shown; None if it would not."""
         cell = VERBS[situation(self.facts), column(request)]
         if not cell.refuses:
@@ -150,15 +152,15 @@ class Lifecycle:
 
     # --- commands -------------------------------------------------------------------------------
 
-    def _accept(self, request: "ev.Request") -> None:
+    def _accept(self, request: ev.Command) -> None:
         if self._operation is not None:
-            raise EventNotAllowed(self.state, request)  # type: ignore[arg-type]
+            raise EventNotAllowed(self.state, request)
         verb = column(request)
         cell = VERBS[situation(self.facts), verb]
         if cell.refuses:
             raise Refused(cell.value, _refusal(cell, verb, self.state))
         if cell is Cell.NOTHING:
-            result = {"woken": []} if isinstance(request, ev.WakeUpRequested) else {}
+            result: dict[str, Any] = {"woken": []} if isinstance(request, ev.WakeUpRequested) else {}
             self._effects.append(fx.Answer(request.ticket, result=result))
             return
         self.ceiling = less_available(self.state, _asked_for(request, self.state))
@@ -362,7 +364,9 @@ class Lifecycle:
             return fx.Admit(Admission.OPEN)
         if mode is Mode.KEEP:
             return fx.Admit(Admission.HELD)
-        return fx.Admit(Admission.REFUSED, f"the engine is {self._shown().value}", end_held=bool(facts.asleep))
+        return fx.Admit(
+            Admission.REFUSED, f"the engine is {self._shown().value}", end_held=bool(facts.asleep)
+        )
 
     def _show(self, cause: ev.Cause | None) -> list[fx.Effect]:
         """The difference between what others see and what they should see, in the order that is safe.
@@ -377,7 +381,9 @@ class Lifecycle:
         if statuses != self._shown_health:
             traffic.append(fx.ShowHealth(statuses))
         if picture.ready != self._shown_picture.ready:
-            traffic.append(fx.JoinDiscovery(picture.weights.version) if picture.ready else fx.LeaveDiscovery())
+            traffic.append(
+                fx.JoinDiscovery(picture.weights.version) if picture.ready else fx.LeaveDiscovery()
+            )
         gate: list[fx.Effect] = [] if admission == self._admission else [admission]
         effects = [*gate, *traffic] if picture.ready else [*traffic, *gate]
         if picture != self._shown_picture:
@@ -415,14 +421,14 @@ class _Position:
             raise MachineError(f"no arrow for {event} from {self.value.value} to {dest.value}")
 
 
-def _leads_to(wanted: State):  # type: ignore[no-untyped-def]
+def _leads_to(wanted: State) -> Callable[[State], bool]:
     def condition(dest: State) -> bool:
         return dest is wanted
 
     return condition
 
 
-def column(request: ev.Request) -> Verb:
+def column(request: ev.Command) -> Verb:
     """The column of the verb table that this command stands in."""
     match request:
         case ev.PauseRequested():
@@ -443,7 +449,6 @@ def column(request: ev.Request) -> Verb:
             return Verb.FINISH
         case ev.AbortUpdateRequested():
             return Verb.ABORT
-    raise TypeError(f"no verb for {type(request).__name__}")
 
 
 def drains(call: fx.EngineCall) -> bool:
@@ -451,7 +456,7 @@ def drains(call: fx.EngineCall) -> bool:
     return isinstance(call, fx.PauseEngine | fx.SleepEngine) and call.mode is Mode.WAIT
 
 
-def _plan(life: Lifecycle, request: ev.Request) -> Plan:
+def _plan(life: Lifecycle, request: ev.Command) -> Plan:
     match request:
         case ev.PauseRequested():
             return plans.pause(life, request)
@@ -471,10 +476,9 @@ def _plan(life: Lifecycle, request: ev.Request) -> Plan:
             return plans.finish_update(life, request)
         case ev.AbortUpdateRequested():
             return plans.abort_update(life, request)
-    raise TypeError(f"no plan for {type(request).__name__}")
 
 
-def _asked_for(request: ev.Request, state: State) -> State:
+def _asked_for(request: ev.Command, state: State) -> State:
     """The state that the command asks for; what is less available of this and before is shown."""
     match request:
         case ev.PauseRequested():
@@ -494,7 +498,9 @@ def _refusal(cell: Cell, verb: Verb, state: State) -> str:
         case Cell.WEIGHT_UPDATE_OPEN:
             return f"{verb.value} is not allowed while a weight update is open: finish or abort it first"
         case Cell.WEIGHTS_NOT_READY:
-            return f"{verb.value} is not allowed: the weights are not fit to serve until a good update finishes"
+            return (
+                f"{verb.value} is not allowed: the weights are not fit to serve until a good update finishes"
+            )
         case Cell.NOT_READY:
             return "the engine is still loading"
         case Cell.ENGINE_FAILED:

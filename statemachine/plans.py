@@ -131,7 +131,8 @@ def _pause_reaches_engine(facts: Facts, request: ev.PauseRequested) -> bool:
             if request.mode is Mode.WAIT and request.held:
                 raise Refused(
                     "invalid_state",
-                    f"{request.held} requests are frozen by keep and never drain: resume, or pause with abort",
+                    f"{request.held} requests are frozen by keep and never drain: "
+                    "resume, or pause with abort",
                 )
             return request.mode is Mode.ABORT
         case Situation.PAUSED:
@@ -230,22 +231,22 @@ def wake_up(board: Board, request: ev.WakeUpRequested) -> Plan:
         return Done(result={"woken": []})
     outcome = yield Do(fx.WakeEngine(todo))
     if outcome.ok:
-        asleep = tuple(t for t in before.asleep if t not in todo)
+        _woken(board, tuple(t for t in before.asleep if t not in todo))
     else:
         view = yield from _ask(board, outcome)
-        asleep = view.asleep
-    board.facts = replace(board.facts, asleep=asleep) if asleep else board.facts.fully_woken()
-    if not outcome.ok:
+        _woken(board, view.asleep)
         _confirm(board, view)
-    woken = [t.value for t in before.asleep if t not in asleep]
-    if outcome.ok:
-        failure = yield from _align(board)
-        if failure is None:
-            return Done(changed=True, result={"woken": woken})
+    woken = [t.value for t in before.asleep if t not in board.facts.asleep]
+    failure = yield from _align(board)
+    if outcome.ok and failure is None:
+        return Done(changed=True, result={"woken": woken})
+    if failure is not None and outcome.ok:
         outcome = failure
-    else:
-        yield from _align(board)
     return Done(bool(woken), outcome.code, outcome.message or "", {"woken": woken})
+
+
+def _woken(board: Board, asleep: tuple[Tag, ...]) -> None:
+    board.facts = replace(board.facts, asleep=asleep) if asleep else board.facts.fully_woken()
 
 
 def _end_level_0(board: Board, request: ev.WakeUpRequested) -> Plan:
@@ -272,7 +273,9 @@ def init_transfer(board: Board, request: ev.InitTransferRequested) -> Plan:
 
 def _require_transfer(facts: Facts) -> None:
     if not facts.weight_transfer:
-        raise Refused("invalid_state", "this engine has no weight transfer configured (--weight-transfer-config)")
+        raise Refused(
+            "invalid_state", "this engine has no weight transfer configured (--weight-transfer-config)"
+        )
 
 
 def start_update(board: Board, request: ev.StartUpdateRequested) -> Plan:
@@ -338,11 +341,13 @@ def finish_update(board: Board, request: ev.FinishUpdateRequested) -> Plan:
         if not request.allow_empty:
             raise Refused(
                 "empty_weight_update",
-                "no chunk was loaded in this session: abort it, or say allow_empty if the weights came another way",
+                "no chunk was loaded in this session: "
+                "abort it, or say allow_empty if the weights came another way",
             )
         if session.bad_before is not None and request.weight_version is None:
             raise Refused(
-                "empty_weight_update", "the weights were not good before: an empty finish must name its weight_version"
+                "empty_weight_update",
+                "the weights were not good before: an empty finish must name its weight_version",
             )
     version = request.weight_version or session.id
     # What is done stays done when a later step fails: a repeated finish goes on from there.

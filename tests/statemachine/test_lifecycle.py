@@ -1,5 +1,7 @@
 """The rules of the contract (section 2) and the notes of the verb table, as stories."""
 
+from typing import Any
+
 import pytest
 
 from statemachine import effects as fx
@@ -107,7 +109,7 @@ def test_frozen_requests_never_drain() -> None:
 
 
 @pytest.mark.parametrize("begin", [(), ((SLEEP, {}), (WAKE, {"tags": ("weights",)}))])
-def test_an_undone_session_leads_back_to_where_it_came_from(begin: tuple) -> None:
+def test_an_undone_session_leads_back_to_where_it_came_from(begin: tuple[Any, ...]) -> None:
     driver = Driver.serving()
     for kind, fields in begin:
         driver.do(kind, **fields)
@@ -337,7 +339,7 @@ def test_a_shutdown_waits_for_nothing_and_keeps_liveness() -> None:
         (((SLEEP, {"level": 2}), (WAKE, {})), fx.Drain.END),
     ],
 )
-def test_how_requests_end_at_a_shutdown(story: tuple, drain: fx.Drain) -> None:
+def test_how_requests_end_at_a_shutdown(story: tuple[Any, ...], drain: fx.Drain) -> None:
     driver = Driver.serving()
     for kind, fields in story:
         driver.do(kind, **fields)

@@ -1,5 +1,7 @@
 """Whatever the order of events, the invariants hold."""
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -15,16 +17,11 @@ MODES = st.sampled_from([Mode.KEEP, Mode.WAIT, Mode.ABORT])
 COMMANDS: st.SearchStrategy[tuple[type[ev.Request], dict[str, object]]] = st.one_of(
     st.tuples(st.just(ev.PauseRequested), st.fixed_dictionaries({"mode": MODES})),
     st.tuples(st.just(ev.ResumeRequested), st.just({})),
-    st.tuples(
-        st.just(ev.SleepRequested), st.fixed_dictionaries({"level": st.integers(0, 2), "mode": MODES})
-    ),
+    st.tuples(st.just(ev.SleepRequested), st.fixed_dictionaries({"level": st.integers(0, 2), "mode": MODES})),
     st.tuples(
         st.just(ev.WakeUpRequested),
         st.fixed_dictionaries(
-            {
-                "tags": st.none()
-                | st.lists(st.sampled_from(["weights", "kv_cache", "scheduling"])).map(tuple)
-            }
+            {"tags": st.none() | st.lists(st.sampled_from(["weights", "kv_cache", "scheduling"])).map(tuple)}
         ),
     ),
     st.tuples(st.just(ev.InitTransferRequested), st.just({})),
@@ -117,10 +114,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.ticket += 1
         if kind is ev.StartUpdateRequested:
             fields = {**fields, "session": f"s{self.ticket}"}
-        event = kind(ticket=self.ticket, cause=ev.Cause(kind.__name__), held=held, **fields)  # type: ignore[arg-type]
+        event: Any = kind(ticket=self.ticket, cause=ev.Cause(kind.__name__), held=held, **fields)  # type: ignore[arg-type]
         before = self.driver.life.facts
         try:
-            self.feed(event)  # type: ignore[arg-type]
+            self.feed(event)
         except Refused:
             assert self.driver.life.facts == before
             assert not self.driver.life.busy
@@ -136,8 +133,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(took_effect=st.booleans())
     @precondition(
-        lambda self: self.driver.life.running_call
-        and not isinstance(self.driver.life.running_call.call, fx.AskEngine)
+        lambda self: (
+            self.driver.life.running_call and not isinstance(self.driver.life.running_call.call, fx.AskEngine)
+        )
     )
     def the_call_times_out(self, took_effect: bool) -> None:
         call = self.driver.life.running_call

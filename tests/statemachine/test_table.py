@@ -21,9 +21,7 @@ ASLEEP = replace(
     sleep_level=1,
     asleep=(Tag.WEIGHTS, Tag.KV_CACHE),
 )
-SESSION = replace(
-    PAUSED, stop_mode=Mode.KEEP, stops=(Origin.COMMAND, Origin.UPDATE), session=Session("s")
-)
+SESSION = replace(PAUSED, stop_mode=Mode.KEEP, stops=(Origin.COMMAND, Origin.UPDATE), session=Session("s"))
 
 FACTS: dict[Situation, Facts] = {
     Situation.STARTING: Facts(),

@@ -1,0 +1,39 @@
+"""What a person at the terminal sees: our log and the engine's on stdout, what ends us on stderr."""
+
+import logging
+import sys
+
+
+def log_to_stdout() -> None:
+    logging.basicConfig(
+        stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", force=True
+    )
+    logging.getLogger("transitions").setLevel(logging.WARNING)  # it reports every event
+
+
+def complain(text: str) -> None:
+    """Say in one line on stderr why the process ends."""
+    sys.stdout.flush()
+    print(f"watchkeeper: error: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+class EngineOutput:
+    """Passes on what the engine writes, once its configuration is known to be good.
+
+    Before that, what goes wrong is told in one line of our own.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[str] | None = []
+
+    def line(self, text: str) -> None:
+        if self._held is not None:
+            self._held.append(text)
+            del self._held[:-200]
+        else:
+            print(f"engine | {text}", flush=True)
+
+    def open(self) -> None:
+        held, self._held = self._held, None
+        for text in held or ():
+            self.line(text)
