@@ -23,7 +23,7 @@ COPY statemachine statemachine
 COPY service service
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
-USER watchkeeper
+USER 10001
 WORKDIR /home/watchkeeper
 # gRPC health, the OpenAI-compatible API, admin HTTP.
 EXPOSE 50051 8000 9090
@@ -34,7 +34,7 @@ CMD ["--help"]
 FROM base AS tiny
 USER root
 RUN mkdir /models && chown watchkeeper /models
-USER watchkeeper
+USER 10001
 RUN watchkeeper tiny-model /models/tiny --seed 0
 
 

@@ -38,10 +38,12 @@ test: venv ## Run all tests (ARGS='-m "not real"' leaves out those on real vLLM)
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: venv ## Check style, types and import rules
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@failed=; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/mypy || failed=1; \
+	$(BIN)/lint-imports || failed=1; \
+	test -z "$$failed"
 
 bench: venv ## Measure how fast commands take effect, on real vLLM
 	@$(BIN)/python -m benchmarks.control_latency $(ARGS)
