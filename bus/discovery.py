@@ -106,6 +106,10 @@ class Announcer:
         self._state = encode(snapshot, Format.JSON)
         return await self._store(subjects.STATES_BUCKET, self._state_key, self._state, timeout_s)
 
+    def refresh_state(self, snapshot: Snapshot) -> None:
+        """What the next renewal shows: the same state, with figures that have moved on."""
+        self._state = encode(snapshot, Format.JSON)
+
     async def renew(self) -> bool:
         """Put what should be there again, and delete an entry that should not be there.
 
@@ -124,12 +128,18 @@ class Announcer:
             return False
         return await self._apply(delete_blindly=True)
 
-    async def run(self) -> None:
-        """Renew every `RENEW_S` until cancelled."""
+    async def run(self, snapshot: Callable[[], Snapshot] | None = None) -> None:
+        """Renew every `RENEW_S` until cancelled.
+
+        Args:
+            snapshot: gives the state as it is then.
+        """
         due = time.monotonic() + RENEW_S
         while True:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             due = max(due + RENEW_S, time.monotonic())
+            if snapshot is not None and self._state is not None:
+                self.refresh_state(snapshot())
             if self._bus.connected and not await self.renew() and self._bus.connected:
                 await self.restore()
 

@@ -119,7 +119,7 @@ class Control:
         simulate: Callable[[dict[str, Any], Callable[[str | None], None]], None] | None = None,
     ) -> None:
         self._instance, self._incarnation = instance, incarnation
-        self._send, self._post, self._snapshot, self._in_flight = send, post, snapshot, in_flight
+        self._send, self._post, self._snapshot, self.in_flight = send, post, snapshot, in_flight
         self._simulate = simulate
         self._tickets = 0
         self._running: dict[int, Order] = {}
@@ -191,7 +191,7 @@ class Control:
             self._tickets += 1
             order.ticket = self._tickets
             self._running[order.ticket] = order
-            return _request(order, self._in_flight())
+            return _request(order, self.in_flight())
         return None
 
     def refused(self, ticket: int, code: str, message: str) -> None:
@@ -248,7 +248,7 @@ class Control:
         if len(self._waiting) >= MAX_WAITING:
             if mismatch := self._session_refusal(order, life):
                 self._reject(order, *mismatch)
-            elif refusal := life.judge(_request(order, self._in_flight())):
+            elif refusal := life.judge(_request(order, self.in_flight())):
                 self._reject(order, ErrorCode(refusal.code), refusal.message)
             else:
                 self._reject(order, ErrorCode.BUSY, f"{MAX_WAITING} commands wait already")

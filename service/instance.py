@@ -109,7 +109,7 @@ class Instance:
     async def open(self) -> None:
         """Be there for commands and probes, and say so."""
         self._spawn("replies", self._send_replies())
-        self._spawn("key renewal", self._announcer.run())
+        self._spawn("key renewal", self._announcer.run(self._outside.snapshot))
         me = self._me
         for name in (me.instance, subjects.ALL):
             pattern = subjects.control_pattern(me.namespace, me.component, name)

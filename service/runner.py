@@ -27,6 +27,11 @@ SETTLE_DELAYS_S = (0.0, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0)
 SETTLE_LIMIT_S = 10.0
 """How a failed call is settled: the engine is asked at these intervals for this long."""
 
+SWEEP_ATTEMPTS, SWEEP_S = 10, 0.02
+"""After a pause, requests still in flight are ended this often at this interval. A response whose
+reader is slow stays in flight without being in the engine, so there is an end to it. The host
+reports the number in flight within 10 ms."""
+
 GATE_LIMIT_S = 1.0
 """An order to the host's admission gate takes well under a millisecond; a host that does not take
 it in this time hangs, which the health question finds, and must not hold up everybody else."""
@@ -92,6 +97,7 @@ class Runner:
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._engine_s = 0.0
+        self._let_in = 0  # requests in flight when the gate was last set
         self.failure: asyncio.Future[fx.BeginFailure] = asyncio.get_running_loop().create_future()
         self.shutdown: asyncio.Future[fx.BeginShutdown] = asyncio.get_running_loop().create_future()
 
@@ -191,7 +197,7 @@ class Runner:
     async def _admit(self, effect: fx.Admit) -> None:
         try:
             async with asyncio.timeout(GATE_LIMIT_S):
-                await self._engine.set_admission(
+                self._let_in = await self._engine.set_admission(
                     effect.admission, effect.reason, effect.end_held, effect.code
                 )
         except (EngineDied, TimeoutError) as error:
@@ -275,6 +281,8 @@ class Runner:
         match call:
             case fx.PauseEngine():
                 await engine.pause(call.mode, call.clear_cache)
+                if call.mode is not Mode.KEEP:
+                    await self._sweep()
             case fx.ResumeEngine():
                 await engine.resume()
             case fx.SleepEngine():
@@ -297,6 +305,17 @@ class Runner:
                 raise TypeError("a question is settled, not carried out")
             case _:
                 assert_never(call)
+
+    async def _sweep(self) -> None:
+        """End what was let in just before the gate closed and reached the engine after the pause.
+
+        vLLM 0.32 queues such a request silently, until somebody resumes.
+        """
+        for _ in range(SWEEP_ATTEMPTS if self._let_in else 0):
+            await asyncio.sleep(SWEEP_S)
+            if not self._control.in_flight():
+                return
+            await self._engine.abort_requests()
 
     async def _settle(self, number: int, timed_out: bool) -> ev.Event:
         """Ask until there is an answer.
