@@ -161,16 +161,16 @@ class VllmEngine:
             self._llm.logger_manager.record_sleep_state(0, 0)  # as vLLM's own wake_up
 
     async def init_weight_transfer(self, init_info: JsonMap) -> None:
-        await self._utility(vllm_plugin.WEIGHTS, "init", init_info)
+        await self._weights("init", init_info)
 
     async def start_weight_update(self) -> None:
-        await self._utility(vllm_plugin.WEIGHTS, "start")
+        await self._weights("start")
 
     async def update_weights(self, update_info: JsonMap | list[JsonMap]) -> None:
-        await self._utility(vllm_plugin.WEIGHTS, "update", update_info)
+        await self._weights("update", update_info)
 
     async def finish_weight_update(self) -> None:
-        await self._utility(vllm_plugin.WEIGHTS, "finish")
+        await self._weights("finish")
 
     async def set_weight_version(self, version: str) -> None:
         await self._race(self._llm.update_weight_version(version))
@@ -240,6 +240,11 @@ class VllmEngine:
     async def _utility(self, method: str, *args: Any) -> list[Any]:
         """Call a method that the plugin added to EngineCore; one result per EngineCore."""
         return await self._race(self._llm.engine_core.call_utility_all_async(method, *args))
+
+    async def _weights(self, step: str, info: JsonMap | list[JsonMap] | None = None) -> None:
+        failures = [text for text in await self._utility(vllm_plugin.WEIGHTS, step, info) if text]
+        if failures:
+            raise EngineError(_first_line("; ".join(dict.fromkeys(failures))))
 
     async def _race(self, call: Coroutine[Any, Any, T]) -> T:
         """The call's result, unless the engine dies first: vLLM never answers what was pending then."""
@@ -494,4 +499,8 @@ def _useful(error: BaseException) -> str:
     text = re.sub(r"^Call to \w+ method failed: ", "", text)
     if match := re.fullmatch(r"Worker failed with error '(.*)', please check .*", text, re.DOTALL):
         text = match[1]
-    return text.splitlines()[0] if text else type(error).__name__
+    return _first_line(text) or type(error).__name__
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

@@ -29,6 +29,10 @@ PROCESSES = "watchkeeper_processes"
 _PR_SET_PDEATHSIG = 1
 
 
+class WorkerError(Exception):
+    """At least one worker failed; every one has answered."""
+
+
 def register() -> None:
     """Entry point; may run any number of times in a process."""
     if os.environ.get(HOST_PID_VARIABLE):
@@ -89,27 +93,34 @@ def _wake(core: Any, tags: list[str]) -> list[str]:
     return sorted(executor.sleeping_tags)
 
 
-def _weights(core: Any, step: str, info: Any = None) -> None:
+def _weights(core: Any, step: str, info: Any = None) -> str | None:
     """One step of a weight transfer on every worker: init, start, update, finish.
 
     One worker's failure to load closes the session in all of them.
+
+    Returns:
+        What went wrong: vLLM would log an exception as if it were its own.
     """
     executor = core.model_executor
-    match step:
-        case "init":
-            _on_every_worker(executor, _worker_init, info)
-        case "start":
-            _on_every_worker(executor, _worker_start)
-        case "update":
-            try:
-                _on_every_worker(executor, _worker_update, info)
-            except Exception:
-                _on_every_worker(executor, _worker_close)
-                raise
-        case "finish":
-            _on_every_worker(executor, _worker_finish)
-        case _:
-            raise ValueError(f"no such step of a weight transfer: {step}")
+    try:
+        match step:
+            case "init":
+                _on_every_worker(executor, _worker_init, info)
+            case "start":
+                _on_every_worker(executor, _worker_start)
+            case "update":
+                try:
+                    _on_every_worker(executor, _worker_update, info)
+                except WorkerError:
+                    _on_every_worker(executor, _worker_close)
+                    raise
+            case "finish":
+                _on_every_worker(executor, _worker_finish)
+            case _:
+                raise ValueError(f"no such step of a weight transfer: {step}")
+    except WorkerError as error:
+        return str(error)
+    return None
 
 
 def _processes(core: Any) -> dict[str, Any]:
@@ -122,7 +133,7 @@ def _on_every_worker(executor: Any, function: Callable[..., Any], *args: Any) ->
     """Run `function(worker, *args)` in every worker and read every reply.
 
     Raises:
-        RuntimeError: with the text of the first failure, after all have answered.
+        WorkerError: after all have answered.
     """
     return _results(executor.collective_rpc(_guarded, args=(function, args)))
 
@@ -130,7 +141,7 @@ def _on_every_worker(executor: Any, function: Callable[..., Any], *args: Any) ->
 def _results(replies: list[tuple[bool, Any]]) -> list[Any]:
     failures = list(dict.fromkeys(value for ok, value in replies if not ok))
     if failures:
-        raise RuntimeError("; ".join(failures))
+        raise WorkerError("; ".join(failures))
     return [value for _, value in replies]
 
 
@@ -170,7 +181,9 @@ def _guarded(worker: Any, function: Callable[..., Any], args: tuple[Any, ...]) -
     except Exception as error:
         from vllm.logger import init_logger
 
-        init_logger(__name__).exception("%s failed in a worker", function.__name__)
+        # What is wrong with the caller's input needs no traceback.
+        show = not isinstance(error, ValueError)
+        init_logger(__name__).warning("%s: %s", function.__name__, error, exc_info=show)
         return False, f"{error}" or type(error).__name__
 
 

@@ -136,7 +136,6 @@ async def running(models: Path) -> AsyncIterator[Running]:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             await engine.shutdown(10)
-            assert not engine.died.done()
 
 
 async def until_served(url: str) -> None:
@@ -172,8 +171,7 @@ async def test_what_is_known_of_it(running: Running) -> None:
 
 async def test_answers_last_and_differ(running: Running) -> None:
     long = await running.stream(max_tokens=200).end()
-    assert long.finish_reason == "length"
-    assert len(long.pieces) == 200
+    assert long.finish_reason == "length"  # not an early end of its own
     assert long.text != await running.complete("It was a bright and sunny day", 200)
 
 
@@ -601,13 +599,22 @@ async def test_the_death_of_a_worker_is_known_at_once(running: Running) -> None:
     await answer.pieces_reach(3)
     draining = asyncio.create_task(engine.pause(Mode.WAIT, clear_cache=True))
     [processes] = await engine._utility("watchkeeper_processes")
-    os.kill(processes["workers"][0], signal.SIGKILL)
-    reason = await asyncio.wait_for(asyncio.shield(engine.died), 0.3)
-    assert "worker" in reason
+    [worker] = processes["workers"]
+    os.kill(worker, signal.SIGKILL)
+    async with asyncio.timeout(5):
+        while not has_ended(worker):
+            await asyncio.sleep(0.01)
+    assert "worker" in await asyncio.wait_for(asyncio.shield(engine.died), 0.3)
     with pytest.raises(EngineDied, match="worker"):
         await asyncio.wait_for(draining, 0.1)
     await refuses_everything(engine)
-    engine.died = asyncio.get_running_loop().create_future()  # for the end of the fixture
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
 
 
 async def refuses_everything(engine: VllmEngine) -> None:

@@ -109,7 +109,7 @@ def test_vllms_own_calls_leave_replies_unread() -> None:
 def test_one_worker_fails_and_every_reply_is_read() -> None:
     executor = Executor()
     with (
-        pytest.raises(RuntimeError, match=r"^no room$"),
+        pytest.raises(vllm_plugin.WorkerError, match=r"^no room$"),
         vllm_plugin._every_reply_read(executor),
     ):
         executor.collective_rpc("wake_up", args=(["weights"],))
