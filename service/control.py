@@ -56,6 +56,8 @@ _END = {
     State.STOPPED: (ErrorCode.SHUTTING_DOWN, "the instance shuts down"),
 }
 
+_WORDS = frozenset(verb.value for verb in Verb)
+
 _OF_A_SESSION = (Verb.UPDATE_WEIGHTS, Verb.FINISH_WEIGHT_UPDATE, Verb.ABORT_WEIGHT_UPDATE)
 
 
@@ -106,6 +108,7 @@ class Control:
         snapshot: what the instance says of itself now.
         simulate: carries out the simulated engine's verb and then calls back; None if the engine
             is a real one.
+        answered: is told verb, error code or `ok`, and seconds since the arrival of each command.
     """
 
     def __init__(
@@ -117,10 +120,12 @@ class Control:
         snapshot: Callable[[], Snapshot],
         in_flight: Callable[[], int],
         simulate: Callable[[dict[str, Any], Callable[[str | None], None]], None] | None = None,
+        answered: Callable[[str, str, float], None] = lambda verb, code, seconds: None,
     ) -> None:
         self._instance, self._incarnation = instance, incarnation
         self._send, self._post, self._snapshot, self.in_flight = send, post, snapshot, in_flight
         self._simulate = simulate
+        self._count = answered
         self._tickets = 0
         self._running: dict[int, Order] = {}
         self._waiting: deque[Order] = deque()
@@ -141,6 +146,9 @@ class Control:
             return
 
         def answer(reply: Reply) -> None:
+            code = reply.error.code if reply.error else "ok"
+            word = verb_of(subject)
+            self._count(word if word in _WORDS else "unknown", code, time.monotonic() - arrived_s)
             if reply_to:
                 self._send(reply_to, encode(reply, format))
 

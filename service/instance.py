@@ -14,25 +14,26 @@ from typing import Any
 from bus import subjects
 from bus.connection import Bus, BusError, Message
 from bus.discovery import Announcer
+from bus.messages import Snapshot
 from service.control import Control
+from service.ending import Ending, first
 from service.engine import process as host
 from service.engine.process import EngineProcess
 from service.engine.protocol import EngineDied, EngineError, HostSettings
 from service.health_server import HealthServer
+from service.metrics import Metrics
 from service.report import EngineOutput, complain
 from service.runner import Runner
 from service.settings import ServeSettings, SettingsError
-from service.shutdown import Resources, Stage, cancel, closing, run_stages
+from service.shutdown import Resources, cancel, closing, run_stages
 from service.traffic import Identity, Outside
 from statemachine import effects as fx
 from statemachine import events as ev
 from statemachine import health
 from statemachine.lifecycle import Lifecycle
-from statemachine.states import Admission
 
 log = logging.getLogger(__name__)
 
-DRAIN_POLL_S = 0.05
 ENGINE_LINES_SHOWN = 15
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_CUT = 0, 1, 2, 70
@@ -69,16 +70,25 @@ class Instance:
         http: socket.socket,
         folder: Path,
         resources: Resources,
+        metrics: Metrics,
     ) -> None:
         self._settings, self._me, self._bus, self._resources = settings, me, bus, resources
         self._output = EngineOutput()
+        self._metrics = metrics
         kind = settings.engine
         self._engine = EngineProcess(
             HostSettings(kind, settings.model, list(settings.engine_args)), http, folder, self._output.line
         )
         self._life = Lifecycle(frozenset(settings.withdraw_on_pause))
         self._outside = Outside(
-            me, listener, bus, announcer, self._life.picture, settings.model, engine_kind=kind
+            me,
+            listener,
+            bus,
+            announcer,
+            self._life.picture,
+            settings.model,
+            engine_kind=kind,
+            metrics=metrics,
         )
         self._announcer = announcer
         self._replies: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
@@ -91,6 +101,7 @@ class Instance:
             snapshot=self._outside.snapshot,
             in_flight=lambda: self._outside.in_flight,
             simulate=self._simulate if kind == "sim" else None,
+            answered=metrics.command,
         )
         self._runner = Runner(
             self._life,
@@ -100,6 +111,7 @@ class Instance:
             settings.call_timeouts_s,
             settings.health_interval_s,
             settings.health_timeout_s,
+            called=metrics.call,
         )
         self._refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._engine_lost = asyncio.Event()
@@ -240,7 +252,8 @@ class Instance:
                 log.info("engine loaded in %.1f s", time.monotonic() - started)
                 self._runner.post(ev.EngineLoaded(event.info.weight_transfer))
             case host.InFlight():
-                self._outside.in_flight = event.count
+                self._outside.count(event.count)
+                self._metrics.in_flight(event.count)
             case host.Refused():
                 if not self._refused.done():
                     self._refused.set_result(event.message)
@@ -287,51 +300,22 @@ class Instance:
         return EXIT_FAILED
 
     async def _end_in_order(self, begin: fx.BeginShutdown, signals: Signals) -> int:
-        settings = self._settings
-        unready_s = time.monotonic() - self._outside.unready_since_s
-        cut = False
+        ending = Ending(self._settings, self._engine, self._outside, begin.drain, self._engine_lost)
+        await run_stages(
+            ending.stages(),
+            self._settings.shutdown_timeout_s,
+            signals.second,
+            self._stage_began,
+            self._metrics,
+        )
+        return EXIT_FAILED if ending.cut else EXIT_OK
 
-        async def grace() -> None:
-            if begin.drain is fx.Drain.RUN or unready_s < settings.grace_period_s:
-                await first(asyncio.sleep(settings.grace_period_s), self._engine_lost.wait())
+    def _stage_began(self, stage: str) -> None:
+        self._runner.post(ev.StageBegan(stage))
 
-        async def refuse() -> None:
-            if begin.drain is fx.Drain.RESUME and settings.graceful_shutdown:
-                await self._engine.resume()
-                await self._engine.set_admission(Admission.OPEN, "")  # lets in what was held
-            ending = begin.drain is fx.Drain.END or not settings.graceful_shutdown
-            await self._engine.set_admission(Admission.CLOSED, "the instance shuts down", end_held=ending)
-            await self._engine.stop_listening()
-
-        async def drain() -> None:
-            async def idle() -> None:
-                while self._outside.in_flight:
-                    await asyncio.sleep(DRAIN_POLL_S)
-
-            await first(idle(), self._engine_lost.wait())
-
-        async def end_rest() -> None:
-            nonlocal cut
-            cut = self._outside.in_flight > 0
-            if cut:
-                log.warning("%d requests did not finish in time", self._outside.in_flight)
-                await self._engine.set_admission(Admission.CLOSED, "the instance shuts down", end_held=True)
-
-        async def stop_engine() -> None:
-            await self._engine.shutdown_engine(settings.engine_shutdown_timeout_s)
-
-        stages: list[Stage] = []
-        if begin.drain is not fx.Drain.SKIP:
-            stages = [
-                Stage("grace period", grace, settings.grace_period_s + 1, waits=True),
-                Stage("no new requests", refuse, 5.0),
-                Stage("drain", drain, settings.drain_timeout_s, waits=True),
-                Stage("end of the remaining requests", end_rest, 1.0),
-                Stage("engine shutdown", stop_engine, settings.engine_shutdown_timeout_s, waits=True),
-            ]
-        stages.append(Stage("engine processes", self._kill_engine, 6.0))
-        await run_stages(stages, settings.shutdown_timeout_s, signals.second)
-        return EXIT_FAILED if cut and self._engine_lost.is_set() else EXIT_OK
+    @property
+    def snapshot(self) -> Callable[[], Snapshot]:
+        return self._outside.snapshot
 
     async def _kill_engine(self) -> None:
         left = await self._engine.kill()
@@ -344,17 +328,6 @@ class Instance:
             await asyncio.sleep(0)
         for task in list(self._tasks):
             await cancel(task)
-
-
-async def first(*work: Any) -> None:
-    """Wait for the first of several, and cancel the others."""
-    tasks = {asyncio.ensure_future(w) for w in work}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 async def _end_of(future: "asyncio.Future[Any]") -> None:

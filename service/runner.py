@@ -8,7 +8,7 @@ task of its own, and its end is the next event.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextvars import Context
 from typing import Any, Protocol, assert_never
 
@@ -74,6 +74,7 @@ class Runner:
         call_timeouts_s: limit of an engine call in seconds, by the verbs of `--call-timeout-s`.
         health_interval_s, health_timeout_s: how often the engine is asked, and how long it may
             take to answer.
+        called: is told the name, the outcome and the seconds of each engine call.
 
     Attributes:
         shutdown, failure: resolve when the end begins.
@@ -88,9 +89,11 @@ class Runner:
         call_timeouts_s: Mapping[str, float],
         health_interval_s: float,
         health_timeout_s: float,
+        called: Callable[[str, str, float], None] = lambda call, outcome, seconds: None,
     ) -> None:
         self._life, self._engine, self._traffic, self._control = life, engine, traffic, control
         self._timeouts_s = call_timeouts_s
+        self._called = called
         self._health_interval_s, self._health_timeout_s = health_interval_s, health_timeout_s
         self._inbox: asyncio.Queue[ev.Event | Order | asyncio.Future[None]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -233,7 +236,9 @@ class Runner:
             event: ev.Event = await self._settle(effect.number, effect.call.timed_out)
         else:
             event = await self._bounded(effect.number, effect.call)
-        self._engine_s += time.monotonic() - started
+        seconds = time.monotonic() - started
+        self._engine_s += seconds
+        self._called(type(effect.call).__name__, _outcome(event), seconds)
         self.post(event)
 
     async def _bounded(self, number: int, call: fx.EngineCall) -> ev.Event:
@@ -365,6 +370,16 @@ class Runner:
                 continue
             silent_since = None
             self.post(ev.Observed(generation, view, time.monotonic()))
+
+
+def _outcome(event: ev.Event) -> str:
+    match event:
+        case ev.CallSucceeded():
+            return "ok"
+        case ev.CallFailed():
+            return "timeout" if event.timed_out else "error"
+        case _:
+            return "lost"
 
 
 async def _forever(delays_s: tuple[float, ...]) -> AsyncIterator[float]:

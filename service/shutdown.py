@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from service.metrics import Metrics
+
 log = logging.getLogger(__name__)
 
 RELEASE_LIMIT_S = 6.0
@@ -28,25 +30,35 @@ class Stage:
     waits: bool = False
 
 
-async def run_stages(stages: Sequence[Stage], budget_s: float, hurry: asyncio.Event) -> None:
+async def run_stages(
+    stages: Sequence[Stage],
+    budget_s: float,
+    hurry: asyncio.Event,
+    began: Callable[[str], None],
+    metrics: Metrics,
+) -> None:
     """Run the stages in order. One that fails or is cut is logged, and the next one follows.
 
     Args:
         budget_s: for all stages together; each gets what is left of it, at most its own limit.
         hurry: once set, stages that wait end at once.
+        began: is told the name of each stage when it begins.
     """
     end = time.monotonic() + budget_s
     for stage in stages:
+        began(stage.name)
         limit_s = max(0.0, min(stage.limit_s, end - time.monotonic()))
-        started = time.monotonic()
+        started, cut = time.monotonic(), False
         try:
             await _bounded(stage, limit_s, hurry)
         except TimeoutError:
+            cut = True
             log.warning("shutdown: %s was cut after %.1f s", stage.name, limit_s)
         except Exception as error:
             log.warning("shutdown: %s failed: %r", stage.name, error)
         else:
             log.info("shutdown: %s (%.2f s)", stage.name, time.monotonic() - started)
+        metrics.stage(stage.name, cut, time.monotonic() - started)
 
 
 async def _bounded(stage: Stage, limit_s: float, hurry: asyncio.Event) -> None:

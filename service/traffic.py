@@ -12,6 +12,7 @@ from bus.connection import Bus, BusError
 from bus.discovery import DELETE_TIMEOUT_S, Announcer
 from service.engine.protocol import EngineInfo
 from service.health_server import HealthServer
+from service.metrics import Metrics
 from statemachine import effects as fx
 from statemachine import events as ev
 from statemachine.states import State
@@ -53,8 +54,9 @@ class Outside:
     in_flight: int = 0
     engine: EngineInfo | None = None
     engine_kind: str = "vllm"
-    ready_since_s: float | None = None
     unready_since_s: float = field(default_factory=time.monotonic)
+    metrics: Metrics = field(default_factory=Metrics)
+    _busy_s: float = float("-inf")
     _seq: int = 0
     _time: float = field(default_factory=time.time)
     _previous: State | None = None
@@ -70,7 +72,7 @@ class Outside:
     async def leave(self) -> None:
         """No longer than `DELETE_TIMEOUT_S`, whatever the broker does."""
         self.unready_since_s = time.monotonic()
-        await self.announcer.delete(self._patience_s)
+        await self.announcer.delete(DELETE_TIMEOUT_S)
 
     async def join(self, weight_version: str) -> None:
         me, info = self.me, self.engine
@@ -104,6 +106,7 @@ class Outside:
             self._operation_since = now
         self.picture, self._cause, self._time = picture, cause, now
         self._seq += 1
+        self.metrics.state(picture.state, picture.ready, picture.live, picture.weights.good)
         await self.announce()
         log.info("%s", _line(picture, cause))
 
@@ -119,13 +122,25 @@ class Outside:
 
     @property
     def _patience_s(self) -> float:
-        """With the broker away a change is kept for the reconnect, and tried only shortly."""
-        return DELETE_TIMEOUT_S
+        """With the broker away a change is kept for the reconnect."""
+        return DELETE_TIMEOUT_S if self.bus.connected else 0.0
 
     async def restored(self) -> None:
         """Put the keys right after a reconnect."""
         while self.bus.connected and not await self.announcer.restore():
             await asyncio.sleep(DELETE_TIMEOUT_S)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def count(self, in_flight: int) -> None:
+        """The host reports how many inference requests are in flight."""
+        if self.in_flight or in_flight:
+            self._busy_s = time.monotonic()
+        self.in_flight = in_flight
+
+    def busy_within(self, seconds: float) -> bool:
+        """Whether a request was in flight, or ended, so shortly ago."""
+        return self.in_flight > 0 or time.monotonic() - self._busy_s < seconds
 
     # --- the snapshot ---------------------------------------------------------------------------
 

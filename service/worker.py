@@ -14,11 +14,13 @@ from ulid import ULID
 from bus import subjects
 from bus.connection import Bus, BusError, NoResponders, NotConnected, Timeout
 from bus.discovery import Announcer
+from service.admin import Admin
 from service.broker import connect
 from service.health_server import CannotListen, HealthServer
 from service.instance import EXIT_OK, EXIT_USAGE, Instance, Signals
+from service.metrics import Metrics
 from service.report import complain, log_to_stdout
-from service.settings import Address, ServeSettings, SettingsError, advertised_host
+from service.settings import Address, ServeSettings, SettingsError, advertised_host, read_secret
 from service.shutdown import Resources, cancel, closing
 from service.traffic import Identity
 
@@ -78,8 +80,10 @@ async def _start(settings: ServeSettings, resources: Resources) -> Instance:
 
     folder = Path(tempfile.mkdtemp(prefix="watchkeeper-"))
     resources.register("runtime directory", closing(lambda: _remove(folder)))
-    instance = Instance(settings, me, listener, bus, announcer, http, folder, resources)
+    metrics = Metrics()
+    instance = Instance(settings, me, listener, bus, announcer, http, folder, resources, metrics)
     hooks.connected_again = instance.connected_again
+    await _open_admin(settings, admin, instance, metrics, resources)
     await instance.open()
     return instance
 
@@ -118,6 +122,15 @@ def _bind(address: Address) -> socket.socket:
         number = error.errno or errno.EADDRNOTAVAIL
         raise CannotListen(number, address, os.strerror(number).lower()) from error
     return bound
+
+
+async def _open_admin(
+    settings: ServeSettings, bound: socket.socket, instance: Instance, metrics: Metrics, resources: Resources
+) -> None:
+    token = read_secret(settings.admin_token_file) if settings.admin_token_file else None
+    admin = Admin(instance.snapshot, metrics, token, settings.admin_address.loopback)
+    resources.register("admin listener", admin.close)
+    await admin.start(bound)
 
 
 def _identity(

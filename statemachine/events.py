@@ -178,6 +178,13 @@ class ShutdownRequested:
 
 
 @dataclass(frozen=True)
+class StageBegan:
+    """The shutdown has come to this stage; None when the last one has ended."""
+
+    stage: str | None
+
+
+@dataclass(frozen=True)
 class Stopped:
     """Everything is gone but the bus."""
 
@@ -204,5 +211,6 @@ Event = (
     | Observed
     | DrainCut
     | ShutdownRequested
+    | StageBegan
     | Stopped
 )

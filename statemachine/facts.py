@@ -35,6 +35,7 @@ class Facts:
     """The engine as last confirmed, and what was asked of it.
 
     Attributes:
+        stage: how far the shutdown has come.
         scheduling: the engine's scheduler runs.
         stops: who asked for scheduling to stop, oldest first; one place per origin.
         stop_mode: the strongest mode of the stops made since scheduling last ran.
@@ -47,6 +48,7 @@ class Facts:
     loaded: bool = False
     failure: str | None = None
     closing: bool = False
+    stage: str | None = None
     stopped: bool = False
     weight_transfer: bool = True
     scheduling: bool = True

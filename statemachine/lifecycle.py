@@ -142,9 +142,12 @@ class Lifecycle:
             case ev.ShutdownRequested():
                 cause = event.cause
                 self._close()
+            case ev.StageBegan():
+                cause = self._shown_cause
+                self.facts = replace(self.facts, stage=event.stage)
             case ev.Stopped():
                 cause = self._shown_cause
-                self.facts = replace(self.facts, stopped=True)
+                self.facts = replace(self.facts, stopped=True, stage=None)
             case _:
                 cause = event.cause
                 self._accept(event)
@@ -305,6 +308,9 @@ class Lifecycle:
         settled = self._operation is None
         ready = state is State.SERVING and settled
         operation = self._operation
+        running = fx.Running(operation.cause.verb, operation.cause.id) if operation else None
+        if facts.stage is not None:
+            running = fx.Running(facts.stage, None)
         return fx.Picture(
             state=state,
             settled=settled,
@@ -315,7 +321,7 @@ class Lifecycle:
             sleep=fx.Sleeping(facts.sleep_level or 1, facts.asleep) if facts.asleep else None,
             weight_update=_update_info(facts),
             weights=fx.Weights(facts.version, facts.epoch, facts.good),
-            operation=fx.Running(operation.cause.verb, operation.cause.id) if operation else None,
+            operation=running,
         )
 
     def _paused(self) -> fx.Paused | None:

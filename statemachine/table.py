@@ -168,6 +168,7 @@ ARROWS: tuple[Arrow, ...] = (
     *_stay(ev.EngineUnresponsive, S.FAILED, S.SHUTTING_DOWN),
     *_any(ev.ShutdownRequested, (S.STARTING, *LIVING, S.FAILED), S.SHUTTING_DOWN),
     *_stay(ev.ShutdownRequested, S.SHUTTING_DOWN),
+    *_stay(ev.StageBegan, S.SHUTTING_DOWN),
     Arrow(ev.Stopped, S.SHUTTING_DOWN, S.STOPPED),
     # What was under way when the end began comes to nothing.
     *_stay(ev.EngineLoaded, S.FAILED, S.SHUTTING_DOWN),

@@ -325,7 +325,10 @@ def test_a_shutdown_waits_for_nothing_and_keeps_liveness() -> None:
     driver.feed(ev.EngineDied("as told"))
     assert driver.life.state is State.SHUTTING_DOWN
     assert driver.life.health["liveness"]
+    driver.feed(ev.StageBegan("drain"))
+    assert driver.life.picture.operation == fx.Running("drain", None)
     driver.feed(ev.Stopped())
+    assert driver.life.picture.operation is None
     assert driver.life.state is State.STOPPED
 
 

@@ -66,6 +66,7 @@ REPORTS: tuple[ev.Event, ...] = (
     ev.Observed(99, ev.EngineView(True), 0.0),
     ev.DrainCut(ev.Cause("pause")),
     ev.ShutdownRequested(ev.Cause("signal")),
+    ev.StageBegan("drain"),
     ev.Stopped(),
 )
 
