@@ -115,8 +115,15 @@ def _bind(address: Address) -> socket.socket:
     family, kind, protocol, _, where = found[0]
     bound = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(where)
+        try:
+            # For ourselves alone: two that allow the address's reuse may both have it until one listens.
+            bound.bind(where)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # Perhaps only by connections of a life before this one, which take a minute to be forgotten.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
     except OSError as error:
         bound.close()
         number = error.errno or errno.EADDRNOTAVAIL
