@@ -1,6 +1,7 @@
 """A command of ours in a process of its own, and whatever it started."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -78,10 +79,8 @@ class Program:
     async def kill(self) -> None:
         """End it and whatever it started, whatever state they are in."""
         for pid in [*self.left(), *([self.pid] if self.exit_code is None else [])]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         await self.process.wait()
         await eventually(lambda: not self.left(), within_s=10)
 
