@@ -12,7 +12,8 @@ ifeq ($(filter cpu cuda,$(DEVICE)),)
 $(error DEVICE is cpu or cuda, not '$(DEVICE)')
 endif
 BIN := .venv/bin
-MODEL ?= .run/tiny-model
+TINY := .run/tiny-model
+MODEL ?= $(TINY)
 ARGS ?=
 
 help: ## List the targets
@@ -24,10 +25,15 @@ venv: .venv/.ready-$(DEVICE) ## Build .venv from the lock file (DEVICE=cpu|cuda;
 	@requirements/install $(DEVICE)
 	@touch $@
 
-run: venv $(MODEL) ## Serve the tiny model on real vLLM with an embedded NATS (MODEL=..., ARGS=...)
-	@exec $(BIN)/watchkeeper serve $(MODEL) $(ARGS)
+# The tiny model's own engine arguments: without them vLLM compiles it and reserves most of the memory.
+ifeq ($(MODEL),$(TINY))
+ENGINE_ARGS ?= $$($(BIN)/python -c 'from service.engine.tiny_model import ENGINE_ARGS; print(*ENGINE_ARGS)')
+endif
 
-.run/tiny-model: | venv
+run: venv $(filter $(TINY),$(MODEL)) ## Serve a tiny model on real vLLM, with NATS (MODEL=, ARGS=options, ENGINE_ARGS=)
+	@exec $(BIN)/watchkeeper serve $(MODEL) $(ARGS) -- $(ENGINE_ARGS)
+
+$(TINY): | venv
 	@echo 'watchkeeper: writing a tiny model to $@'
 	@mkdir -p $(@D)
 	@rm -rf $@.part

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from service.__main__ import cli, run
+from service.engine.tiny_model import ENGINE_ARGS
 from tests.broker import NatsServer
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +144,12 @@ def test_a_target_does_what_it_says(target: str, command: str) -> None:
     assert command in make("--dry-run", "--always-make", "ARGS=", target)
 
 
+def test_run_takes_another_model_without_the_tiny_one() -> None:
+    commands = make("--dry-run", "MODEL=org/name", "ARGS=--component c", "ENGINE_ARGS=--seed 1", "run")
+    assert "watchkeeper serve org/name --component c -- --seed 1" in commands
+    assert "tiny-model" not in commands
+
+
 @pytest.mark.parametrize("script", ["requirements/install", ".ci/run"])
 def test_a_script_can_be_run(script: str) -> None:
     assert (ROOT / script).stat().st_mode & 0o111
@@ -192,12 +199,19 @@ def test_compose_probes_readiness_and_is_reachable() -> None:
     assert [address.split(":")[1] for address in addresses] == [inside for _, inside in published]
 
 
+def split_at_dashes(command: list[str]) -> tuple[list[str], list[str]]:
+    at = command.index("--")
+    return command[:at], command[at + 1 :]
+
+
 def test_the_command_line_takes_what_compose_says(capsys: pytest.CaptureFixture[str]) -> None:
     """And Docker, which kills after `stop_grace_period`, waits for the whole shutdown."""
     watchkeeper = COMPOSE["services"]["watchkeeper"]
-    assert run([*watchkeeper["command"], "--engine", "sim", "--print-termination-grace"]) == 0
+    ours, theirs = split_at_dashes(watchkeeper["command"])
+    assert run([*ours, "--engine", "sim", "--print-termination-grace"]) == 0
     assert int(capsys.readouterr().out) <= int(watchkeeper["stop_grace_period"].removesuffix("s"))
-    assert run([*watchkeeper["command"], "--natz", "nats://nats:4222"]) == 2
+    assert run([*ours, "--natz", "nats://nats:4222"]) == 2
+    assert theirs == list(ENGINE_ARGS)
 
     probe = watchkeeper["healthcheck"]["test"][2:]
     cli.commands[probe[0]].make_context(probe[0], probe[1:])
