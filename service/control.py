@@ -39,7 +39,7 @@ from bus.messages import (
 from bus.subjects import verb_of
 from statemachine import effects as fx
 from statemachine import events as ev
-from statemachine.lifecycle import Lifecycle, drains
+from statemachine.lifecycle import Lifecycle, may_be_cut
 from statemachine.states import Mode, State
 
 log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class Control:
     def _cuts(self, order: Order, life: Lifecycle) -> bool:
         aborts = isinstance(order.args, PauseArgs) and order.args.mode == "abort"
         running = life.running_call
-        return aborts and running is not None and drains(running.call)
+        return aborts and running is not None and may_be_cut(running.call)
 
     # --- verbs that skip the queue --------------------------------------------------------------
 

@@ -100,6 +100,7 @@ class Runner:
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._engine_s = 0.0
+        self._late: asyncio.Task[None] | None = None  # the last call that timed out
         self._let_in = 0  # requests in flight when the gate was last set
         self.failure: asyncio.Future[fx.BeginFailure] = asyncio.get_running_loop().create_future()
         self.shutdown: asyncio.Future[fx.BeginShutdown] = asyncio.get_running_loop().create_future()
@@ -216,14 +217,17 @@ class Runner:
 
     # --- the engine -----------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._reap)
+        return task
 
     def _reap(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
+        if task.cancelled() or not (error := task.exception()):
+            return
+        if not isinstance(error, EngineError | EngineDied):  # those are told by who waits for the call
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "an engine call ended in an error of ours", "exception": error, "task": task}
             )
@@ -243,15 +247,14 @@ class Runner:
 
     async def _bounded(self, number: int, call: fx.EngineCall) -> ev.Event:
         limit_s = self._limit_s(call)
-        limit = asyncio.timeout(limit_s)
-        try:
-            async with limit:
-                await self._carry_out(call)
-        except TimeoutError:
-            if not limit.expired():
-                raise
+        work = self._spawn(self._carry_out(call))
+        await asyncio.wait({work}, timeout=limit_s)
+        if not work.done():
+            self._late = work
             name = type(call).__name__
             return ev.CallFailed(number, f"{name} did not end within {limit_s:g} s", timed_out=True)
+        try:
+            work.result()
         except EngineError as error:
             return ev.CallFailed(number, str(error))
         except EngineDied as error:
@@ -325,12 +328,14 @@ class Runner:
     async def _settle(self, number: int, timed_out: bool) -> ev.Event:
         """Ask until there is an answer.
 
-        After a call that timed out the engine may still be busy with it: then the limit is the one
-        of the health question, else that of the attempts.
+        A call that timed out may still take effect, so the engine is given half of the time of a
+        health question to end it before it is asked.
         """
         limit_s = self._health_timeout_s if timed_out else SETTLE_LIMIT_S
         try:
             async with asyncio.timeout(limit_s):
+                if timed_out and self._late is not None:
+                    await asyncio.wait({self._late}, timeout=limit_s / 2)
                 async for delay_s in _forever(SETTLE_DELAYS_S):
                     await asyncio.sleep(delay_s)
                     try:

@@ -58,7 +58,7 @@ class Lifecycle:
     def __init__(self, withdraw_on_pause: frozenset[str] = frozenset(), facts: Facts | None = None) -> None:
         self.facts = facts or Facts()
         self.ceiling: State | None = None
-        self.pending_stop: Mode | None = None
+        self.pending_stop: tuple[Mode, Origin] | None = None
         self.generation = 0
         self._withdraw_on_pause = withdraw_on_pause
         self._operation: _Operation | None = None
@@ -230,7 +230,7 @@ class Lifecycle:
 
     def _cut_drain(self, event: ev.DrainCut) -> None:
         call = self.running_call
-        if call is None or not drains(call.call):
+        if call is None or not may_be_cut(call.call):
             return
         assert self._operation is not None
         self._operation.cut_by = event.cause.id or event.cause.issuer or event.cause.verb
@@ -325,10 +325,13 @@ class Lifecycle:
         )
 
     def _paused(self) -> fx.Paused | None:
-        facts = self.facts
+        facts, mode = self.facts, self.facts.stop_mode
+        if self.pending_stop is not None:
+            mode = plans.stronger(mode, self.pending_stop[0])
+            facts = facts.with_stop(self.pending_stop[1])
         if not facts.stops:
             return None
-        return fx.Paused(facts.stop_mode or self.pending_stop or Mode.UNKNOWN, facts.stops)
+        return fx.Paused(mode or Mode.UNKNOWN, facts.stops)
 
     def _reasons(self, state: State) -> list[str]:
         facts = self.facts
@@ -363,7 +366,7 @@ class Lifecycle:
             return fx.Admit(Admission.REFUSED, "the engine is loading")
         mode = facts.stop_mode
         if self.pending_stop is not None:
-            mode = plans.stronger(mode, self.pending_stop)
+            mode = plans.stronger(mode, self.pending_stop[0])
         if facts.bad is not None:
             return fx.Admit(Admission.REFUSED, f"the weights are {facts.bad.value}", end_held=True)
         if facts.scheduling and self.pending_stop is None:
@@ -460,6 +463,11 @@ def column(request: ev.Command) -> Verb:
 def drains(call: fx.EngineCall) -> bool:
     """Whether the call waits for requests to end by themselves."""
     return isinstance(call, fx.PauseEngine | fx.SleepEngine) and call.mode is Mode.WAIT
+
+
+def may_be_cut(call: fx.EngineCall) -> bool:
+    """Whether an abort that waits behind the call may end its requests already."""
+    return isinstance(call, fx.PauseEngine | fx.SleepEngine) and call.mode is not Mode.KEEP
 
 
 def _plan(life: Lifecycle, request: ev.Command) -> Plan:

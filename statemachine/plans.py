@@ -86,12 +86,12 @@ class Board(Protocol):
 
     Attributes:
         ceiling: the state shown is never more available than this while the plan runs.
-        pending_stop: the mode of a stop that was asked for and is not confirmed yet.
+        pending_stop: a stop that was asked for and is not confirmed yet.
     """
 
     facts: Facts
     ceiling: State | None
-    pending_stop: Mode | None
+    pending_stop: tuple[Mode, Origin] | None
 
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def _pause_reaches_engine(facts: Facts, request: ev.PauseRequested) -> bool:
 def _stop(board: Board, origin: Origin, call: fx.PauseEngine | fx.SleepEngine) -> Plan:
     """Stop scheduling without touching memory, and remember who asked."""
     before = board.facts
-    board.pending_stop = call.mode
+    board.pending_stop = call.mode, origin
     outcome = yield Do(call)
     if outcome.ok:
         board.facts = _stopped(before, origin, call.mode)
@@ -195,7 +195,7 @@ def sleep(board: Board, request: ev.SleepRequested) -> Plan:
         if before.sleep_level == request.level:
             return NOTHING
         raise Refused("invalid_state", f"asleep at level {before.sleep_level}: wake up first")
-    board.pending_stop = request.mode
+    board.pending_stop = request.mode, Origin.SLEEP
     outcome = yield Do(call)
     if outcome.ok:
         board.facts = _slept(before, request, tuple(Tag))
@@ -285,7 +285,7 @@ def start_update(board: Board, request: ev.StartUpdateRequested) -> Plan:
     board.facts = replace(before.with_stop(Origin.UPDATE), session=session)
     # A request that runs while a session is open kills vLLM: do not rely on an older answer.
     if before.scheduling or (yield from _question()).scheduling:
-        board.pending_stop = request.pause_mode
+        board.pending_stop = request.pause_mode, Origin.UPDATE
         outcome = yield Do(fx.PauseEngine(request.pause_mode, clear_cache=False))
         if not outcome.ok:
             return (yield from _unopened(board, before, outcome))

@@ -109,7 +109,7 @@ async def test_the_answer_of_a_lost_reply_can_be_asked_for() -> None:
 async def test_64_may_wait_and_the_next_is_told_busy_unless_it_would_be_refused_anyway() -> None:
     async with shell() as s:
         s.engine.close("pause")
-        running = s.send("pause")
+        running = s.send("pause", {"mode": "keep"})
         await s.engine.started("pause")
         waiting = [s.send("resume" if n % 2 else "pause") for n in range(MAX_WAITING)]
         error = (await s.do("pause"))["error"]
