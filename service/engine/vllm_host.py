@@ -29,6 +29,8 @@ PLUGIN = "watchkeeper"
 """Our name in the entry-point group `vllm.general_plugins`."""
 
 _POLL_S = 0.1
+_CORE_FIRST_S = 0.05
+"""EngineCore's end takes its workers along, and they may be gone a little before it."""
 _ABORTED_WITHIN_S = 1.0
 _HTTP_CLOSES_WITHIN_S = 1.0
 _KILL_RESERVE_S = 1.0
@@ -84,7 +86,7 @@ class VllmEngine:
         for processes in await self._utility(vllm_plugin.PROCESSES):
             self._processes.watch("EngineCore", processes["core"])
             for pid in processes["workers"]:
-                self._processes.watch("a worker", pid)
+                self._processes.watch("a worker", pid, after_s=_CORE_FIRST_S)
         await self.ask()
         self._progress("the engine is ready")
         self._app = await self._build_app()
@@ -342,7 +344,8 @@ class _Processes:
         # Until the engine's own are known, they are the children that come from now on.
         self._before: set[int | None] | None = {child.pid for child in multiprocessing.active_children()}
 
-    def watch(self, name: str, pid: int) -> None:
+    def watch(self, name: str, pid: int, after_s: float = 0) -> None:
+        """Report its end, unless another's is reported within `after_s`."""
         self._before = None
         loop = asyncio.get_running_loop()
         try:
@@ -354,7 +357,7 @@ class _Processes:
 
         def ended() -> None:
             loop.remove_reader(handle)
-            self._dead(f"{name} (pid {pid}) has ended")
+            loop.call_later(after_s, self._dead, f"{name} (pid {pid}) has ended")
 
         loop.add_reader(handle, ended)
 
@@ -492,14 +495,22 @@ def _version() -> str:
 
 def _useful(error: BaseException) -> str:
     """One line that says what went wrong, without what vLLM and pydantic put around it."""
-    if callable(errors := getattr(error, "errors", None)):
+    if callable(parts := getattr(error, "errors", None)):  # pydantic's
         with contextlib.suppress(Exception):
-            return "; ".join(str(part["msg"]).removeprefix("Value error, ") for part in errors())
-    text = str(error).strip()
+            return "; ".join(_invalid(part) for part in parts())
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = str(error).strip().removeprefix("Error: ")
     text = re.sub(r"^Call to \w+ method failed: ", "", text)
     if match := re.fullmatch(r"Worker failed with error '(.*)', please check .*", text, re.DOTALL):
         text = match[1]
     return _first_line(text) or type(error).__name__
+
+
+def _invalid(part: JsonMap) -> str:
+    text = _first_line(part["msg"].removeprefix("Value error, "))
+    where = ".".join(map(str, part["loc"]))
+    return f"{where}: {text}" if where else text
 
 
 def _first_line(text: str) -> str:
