@@ -8,7 +8,6 @@ What stands between `<!-- generated: NAME -->` and `<!-- end -->` in a page come
 none there, or words for something that is gone, is an error.
 """
 
-import enum
 import re
 import sys
 import tomllib
@@ -20,7 +19,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from bus import codec, discovery, messages, subjects
-from bus.messages import ARGS, ErrorCode, StateName, Verb
+from bus.messages import ARGS, ErrorCode, Verb
 from service import control, ending, settings
 from service.engine import simulated
 from service.metrics import Metrics
@@ -54,8 +53,11 @@ def code(value: object) -> str:
     return f"`{value}`"
 
 
-def words(section: str, names: Iterable[str]) -> dict[str, str]:
-    """The words of a section of words.toml for exactly these names, in their order."""
+def words(section: str, names: Iterable[str]) -> dict[str, Any]:
+    """The words of a section of words.toml for exactly these names, in their order.
+
+    A text for each name, or a table of texts.
+    """
     found: Any = WORDS
     for key in section.split("."):
         found = found[key]
@@ -92,7 +94,7 @@ def _moves() -> dict[tuple[State, State], list[type]]:
 
 def _labels() -> dict[str, str]:
     events = {event.__name__ for named in _moves().values() for event in named}
-    return {name: entry["label"] for name, entry in words("events", sorted(events)).items()}  # type: ignore[index]
+    return {name: entry["label"] for name, entry in words("events", sorted(events)).items()}
 
 
 OBSERVED = "Observed"
@@ -265,7 +267,7 @@ def command_fields() -> str:
 def verb_args() -> str:
     """Verb, args with type and default, and what comes back."""
     results = words("results", (v.value for v in Verb))
-    body = []
+    body: list[list[str]] = []
     for verb in Verb:
         fields = _inspect(ARGS[verb])
         said = words(f"args.{verb.value}", (f.encode_name for f in fields)) if fields else {}
@@ -437,7 +439,7 @@ def stages() -> str:
     return rows(
         ("stage", "what happens", "its limit", "second signal"),
         (
-            (code(name), said[name]["what"], said[name]["limit"], "skips it" if waits else "–")  # type: ignore[index]
+            (code(name), said[name]["what"], said[name]["limit"], "skips it" if waits else "–")
             for name, _, _, waits, _ in ending.STAGES
         ),
     )
