@@ -408,7 +408,7 @@ def _default(field: msgspec.inspect.Field, required: str = "required") -> str:
         return required
     if field.default is not msgspec.NODEFAULT:
         return "–" if field.default is None else code(msgspec.json.encode(field.default).decode())
-    return code(msgspec.json.encode(field.default_factory()).decode())  # type: ignore[misc]
+    return code(msgspec.json.encode(field.default_factory()).decode())
 
 
 # --- configuration and operations ------------------------------------------------------------------
