@@ -202,16 +202,35 @@ class WakeUpArgs(Args, frozen=True, kw_only=True):
 
 
 class InitWeightTransferArgs(Args, frozen=True, kw_only=True):
+    """
+    Attributes:
+        init_s: how long it may take; None for the instance's own limit.
+    """
+
     init_info: JsonMap
+    init_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        _check_finite(self, "init_s")
 
 
 class StartWeightUpdateArgs(Args, frozen=True, kw_only=True):
+    """
+    Attributes:
+        start_s, chunk_s, finish_s: how long the start, each chunk and the finish may take; None for
+            the instance's own limits.
+    """
+
     pause_mode: Mode = "keep"
     lease_s: Seconds | None = None
     manifest: Manifest | None = None
+    start_s: Seconds | None = None
+    chunk_s: Seconds | None = None
+    finish_s: Seconds | None = None
 
     def __post_init__(self) -> None:
-        _check_finite(self, "lease_s")
+        for name in ("lease_s", "start_s", "chunk_s", "finish_s"):
+            _check_finite(self, name)
 
 
 class UpdateWeightsArgs(Args, frozen=True, kw_only=True):
@@ -357,10 +376,23 @@ class Sleep(msgspec.Struct, frozen=True, kw_only=True):
     asleep: list[str]
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a chunk is that loads now.
+
+    Attributes:
+        seconds: since it was dispatched.
+        bytes: of the chunks loaded before it, where known.
+    """
+
+    seconds: float
+    bytes: int | None = None
+
+
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """
     Attributes:
         owner: issuer of the start.
+        progress: while a chunk loads.
     """
 
     phase: str
@@ -369,6 +401,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 0
     since: float | None = None
     lease_expires: float | None = None
+    progress: Progress | None = None
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -37,12 +37,16 @@ from bus.messages import (
     parse_args,
 )
 from bus.subjects import verb_of
+from service.sessions import Lease, Sessions
 from statemachine import effects as fx
 from statemachine import events as ev
 from statemachine.lifecycle import Lifecycle, may_be_cut
-from statemachine.states import Mode, State
+from statemachine.states import Mode, Origin, State
 
 log = logging.getLogger(__name__)
+
+LEASE_EXPIRED = "lease_expired"
+"""The verb in the cause of what happens when a lease runs out."""
 
 MAX_WAITING = 64
 REMEMBER_S = 600.0
@@ -69,6 +73,7 @@ class Order:
         answer: takes the one reply.
         arrived_s, started_s: monotonic readings.
         joined: repeats that wait for the same answer.
+        leases: those that stand still while it waits or runs.
     """
 
     verb: Verb
@@ -79,6 +84,7 @@ class Order:
     ticket: int = 0
     args: Args | None = None
     joined: "list[Order]" = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
 
     @property
     def cause(self) -> ev.Cause:
@@ -106,6 +112,7 @@ class Control:
     Args:
         post: puts an order into the runner's inbox.
         snapshot: what the instance says of itself now.
+        sessions: who holds leases, and which epoch is in power.
         simulate: carries out the simulated engine's verb and then calls back; None if the engine
             is a real one.
         answered: is told verb, error code or `ok`, and seconds since the arrival of each command.
@@ -120,11 +127,13 @@ class Control:
         snapshot: Callable[[], Snapshot],
         in_flight: Callable[[], int],
         simulate: Callable[[dict[str, Any], Callable[[str | None], None]], None] | None = None,
+        sessions: Sessions | None = None,
         answered: Callable[[str, str, float], None] = lambda verb, code, seconds: None,
     ) -> None:
         self._instance, self._incarnation = instance, incarnation
         self._send, self._post, self._snapshot, self.in_flight = send, post, snapshot, in_flight
         self._simulate = simulate
+        self.sessions = sessions or Sessions()
         self._count = answered
         self._tickets = 0
         self._running: dict[int, Order] = {}
@@ -183,6 +192,7 @@ class Control:
             return []
         self._remember(order)
         self._waiting.append(order)
+        self._stand_still(order, life)
         if self._cuts(order, life):
             return [ev.DrainCut(order.cause)]
         return []
@@ -192,15 +202,46 @@ class Control:
         while self._waiting:
             order = self._waiting.popleft()
             order.started_s = time.monotonic()
-            refusal = self._late(order) or self._session_refusal(order, life)
+            refusal = self._stale(order) or self._late(order) or self._session_refusal(order, life)
             if refusal is not None:
                 self._finish(order, self._error(order.command.id, *refusal, order=order))
                 continue
             self._tickets += 1
             order.ticket = self._tickets
             self._running[order.ticket] = order
-            return _request(order, self.in_flight())
+            return self._requested(order)
         return None
+
+    def overdue(self, life: Lifecycle) -> ev.LeaseExpired | None:
+        """A session or a pause whose time is over, before the next command is looked at."""
+        facts = life.facts
+        self.sessions.follow(facts.session.id if facts.session else None, Origin.COMMAND in facts.stops)
+        if self._waiting and not self._stale(self._waiting[0]):
+            self.sessions.see_epoch(self._waiting[0].command.epoch)
+        session, pause = self.sessions.overdue()
+        if session is not None and facts.session is not None:
+            self.sessions.end(session)
+            return ev.LeaseExpired(ev.Cause(LEASE_EXPIRED, session, facts.session.owner), session)
+        if pause:
+            self.sessions.pause = None
+            return ev.LeaseExpired(ev.Cause(LEASE_EXPIRED))
+        return None
+
+    def budget_s(self, call: str, default_s: float) -> float:
+        """How long an engine call may take: what the trainer gave, or the instance's own limit.
+
+        Args:
+            call: as in `--call-timeout-s`.
+        """
+        args = next(iter(self._running.values())).args if self._running else None
+        given = None
+        if isinstance(args, InitWeightTransferArgs) and call == "init":
+            given = args.init_s
+        elif isinstance(args, StartWeightUpdateArgs) and call == "start":
+            given = args.start_s
+        elif self.sessions.session is not None:
+            given = self.sessions.session.budgets_s.get(call)
+        return default_s if given is None else given
 
     def refused(self, ticket: int, code: str, message: str) -> None:
         order = self._running.pop(ticket)
@@ -222,6 +263,7 @@ class Control:
             queued_ms=_ms((order.started_s or order.arrived_s) - order.arrived_s),
             engine_ms=_ms(engine_s),
         )
+        self._note(order, reply)
         self._finish(order, reply, keep=answer.called or error is None)
 
     def flush(self, life: Lifecycle) -> None:
@@ -241,7 +283,7 @@ class Control:
             return True
         if self._repeats(order):
             return True
-        if late := self._late(order):
+        if late := self._stale(order) or self._late(order):
             self._reject(order, *late)
             return True
         idle = not self._waiting and not life.busy
@@ -280,6 +322,12 @@ class Control:
             first.order.joined.append(order)
         return True
 
+    def _stale(self, order: Order) -> tuple[ErrorCode, str] | None:
+        if not self.sessions.is_stale(order.command.epoch):
+            return None
+        text = f"epoch {order.command.epoch} is over: {self.sessions.highest_epoch} is in power"
+        return ErrorCode.STALE_EPOCH, text
+
     def _late(self, order: Order) -> tuple[ErrorCode, str] | None:
         deadline = order.command.deadline
         if deadline is None or time.time() <= deadline:
@@ -289,6 +337,8 @@ class Control:
     def _session_refusal(self, order: Order, life: Lifecycle) -> tuple[ErrorCode, str] | None:
         given, session = order.command.session, life.facts.session
         if given is not None and (session is None or session.id != given):
+            if self.sessions.expired(given):
+                return ErrorCode.LEASE_EXPIRED, f"the lease of session {given!r} has run out"
             text = f"session {given!r} is not open" + (f"; {session.id!r} is" if session else "")
             return ErrorCode.SESSION_MISMATCH, text
         if given is None and order.verb in _OF_A_SESSION and session and session.epoch is not None:
@@ -301,6 +351,61 @@ class Control:
         running = life.running_call
         return aborts and running is not None and may_be_cut(running.call)
 
+    # --- trainers ---------------------------------------------------------------------------------
+
+    def _of_the_session(self, order: Order) -> bool:
+        session = self.sessions.session
+        if session is None:
+            return False
+        given = order.command.session
+        return given == session.id or (given is None and order.verb in _OF_A_SESSION)
+
+    def _stand_still(self, order: Order, life: Lifecycle) -> None:
+        """While a command of the session waits or runs, no lease of its trainer runs out."""
+        session = self.sessions.session
+        if session is not None and self._of_the_session(order):
+            order.leases = [lease for lease in (session.lease, self.sessions.pause) if lease]
+            for lease in order.leases:
+                lease.busy += 1
+
+    def _renew(self, order: Order, reply: Reply) -> None:
+        accepted = reply.ok or (order.started_s is not None and order.ticket)
+        for lease in order.leases:
+            lease.busy -= 1
+            if accepted:
+                lease.renewed_s = time.monotonic()
+        order.leases = []
+
+    def _note(self, order: Order, reply: Reply) -> None:
+        """Keep what a command that ended well means for leases and manifests."""
+        if not reply.ok:
+            return
+        match order.args:
+            case StartWeightUpdateArgs() as args:
+                budgets = {"update": args.chunk_s, "finish": args.finish_s}
+                self.sessions.open(
+                    str((reply.result or {})["session"]),
+                    args.lease_s,
+                    order.command.epoch,
+                    args.manifest,
+                    {name: seconds for name, seconds in budgets.items() if seconds is not None},
+                )
+            case PauseArgs() as args:
+                self.sessions.hold_pause(args.lease_s, order.command.epoch)
+            case UpdateWeightsArgs() as args:
+                session = self.sessions.session
+                if session is not None and session.manifest is not None:
+                    session.received.add(args.update_info)
+            case _:
+                pass
+
+    def _requested(self, order: Order) -> ev.Command:
+        request = _request(order, self.in_flight())
+        session = self.sessions.session
+        if isinstance(request, ev.FinishUpdateRequested) and session and session.manifest:
+            return replace(request, incomplete=session.received.missing_from(session.manifest))
+        return request
+
     # --- verbs that skip the queue --------------------------------------------------------------
 
     def _status(self, order: Order) -> None:
@@ -310,6 +415,10 @@ class Control:
             self._reject(order, ErrorCode.INVALID_ARGUMENT, str(error))
             return
         assert isinstance(args, StatusArgs)
+        session = self.sessions.session
+        if session is not None and order.command.session == session.id:
+            for lease in filter(None, (session.lease, self.sessions.pause)):
+                lease.renewed_s = time.monotonic()
         result: dict[str, Any] = {}
         if args.verb is not None and args.id is not None:
             self._forget_old()
@@ -328,8 +437,8 @@ class Control:
         """Answered once the state shows it: `acknowledge_shutdown` comes when the event is through."""
         if self._repeats(order):
             return []
-        if late := self._late(order):
-            self._reject(order, *late)
+        if refusal := self._stale(order) or self._late(order):
+            self._reject(order, *refusal)
             return []
         if life.state in (State.SHUTTING_DOWN, State.STOPPED):
             self._accept_at_once(order, changed=False)
@@ -383,6 +492,7 @@ class Control:
         order.answer(self._error(order.command.id, code, message, order=order))
 
     def _finish(self, order: Order, reply: Reply, keep: bool = False) -> None:
+        self._renew(order, reply)
         order.answer(reply)
         for repeat in order.joined:
             repeat.answer(msgspec.structs.replace(reply, duplicate=True))

@@ -24,6 +24,7 @@ from service.health_server import HealthServer
 from service.metrics import Metrics
 from service.report import EngineOutput, complain
 from service.runner import Runner
+from service.sessions import Sessions
 from service.settings import ServeSettings, SettingsError
 from service.shutdown import Resources, cancel, closing, run_stages
 from service.traffic import Identity, Outside
@@ -79,6 +80,7 @@ class Instance:
         self._engine = EngineProcess(
             HostSettings(kind, settings.model, list(settings.engine_args)), http, folder, self._output.line
         )
+        sessions = Sessions(self._raise_epoch)
         self._life = Lifecycle(frozenset(settings.withdraw_on_pause))
         self._outside = Outside(
             me,
@@ -88,6 +90,7 @@ class Instance:
             self._life.picture,
             settings.model,
             engine_kind=kind,
+            sessions=sessions,
             metrics=metrics,
         )
         self._announcer = announcer
@@ -101,6 +104,7 @@ class Instance:
             snapshot=self._outside.snapshot,
             in_flight=lambda: self._outside.in_flight,
             simulate=self._simulate if kind == "sim" else None,
+            sessions=sessions,
             answered=metrics.command,
         )
         self._runner = Runner(
@@ -171,6 +175,9 @@ class Instance:
                 done(None)
 
         self._spawn("simulate", simulate())
+
+    def _raise_epoch(self, epoch: int) -> None:
+        """Keep it for all instances of the component, and for later lives of this one."""
 
     def connected_again(self) -> None:
         """Our keys are put right before any command runs."""

@@ -32,6 +32,12 @@ SWEEP_ATTEMPTS, SWEEP_S = 10, 0.02
 reader is slow stays in flight without being in the engine, so there is an end to it. The host
 reports the number in flight within 10 ms."""
 
+PROGRESS_S = 0.5
+"""A long chunk is reported at most this often (the trainer's own rhythm is that of its chunks)."""
+
+LEASE_TICK_S = 0.1
+"""How exactly the end of a lease is noticed."""
+
 GATE_LIMIT_S = 1.0
 """An order to the host's admission gate takes well under a millisecond; a host that does not take
 it in this time hangs, which the health question finds, and must not hold up everybody else."""
@@ -62,6 +68,7 @@ class Traffic(Protocol):
     async def leave(self) -> None: ...
     async def join(self, weight_version: str) -> None: ...
     async def publish(self, picture: fx.Picture, cause: ev.Cause | None) -> None: ...
+    async def progress(self, seconds: float) -> None: ...
 
 
 class Runner:
@@ -128,12 +135,14 @@ class Runner:
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch_engine())
+                leases = group.create_task(self._watch_leases())
                 try:
                     while True:
                         await self._deal_with(await self._inbox.get())
                         await self._start_waiting()
                 finally:
                     watch.cancel()
+                    leases.cancel()
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -152,6 +161,9 @@ class Runner:
             self._control.flush(self._life)
             return
         while not self._life.busy and self._may_run.is_set():
+            if (expired := self._control.overdue(self._life)) is not None:
+                await self._handle(expired)
+                continue
             request = self._control.next_request(self._life)
             if request is None:
                 return
@@ -248,7 +260,10 @@ class Runner:
     async def _bounded(self, number: int, call: fx.EngineCall) -> ev.Event:
         limit_s = self._limit_s(call)
         work = self._spawn(self._carry_out(call))
+        progress = self._spawn(self._tell_progress()) if isinstance(call, fx.LoadChunk) else None
         await asyncio.wait({work}, timeout=limit_s)
+        if progress is not None:
+            progress.cancel()
         if not work.done():
             self._late = work
             name = type(call).__name__
@@ -262,27 +277,10 @@ class Runner:
         return ev.CallSucceeded(number)
 
     def _limit_s(self, call: fx.EngineCall) -> float | None:
-        match call:
-            case fx.PauseEngine():
-                return None if drains(call) else self._timeouts_s["pause"]
-            case fx.ResumeEngine():
-                return self._timeouts_s["resume"]
-            case fx.SleepEngine():
-                return self._timeouts_s["sleep"]
-            case fx.WakeEngine():
-                return self._timeouts_s["wake_up"]
-            case fx.InitTransfer():
-                return self._timeouts_s["init"]
-            case fx.StartUpdate():
-                return self._timeouts_s["start"]
-            case fx.LoadChunk():
-                return self._timeouts_s["update"]
-            case fx.FinishUpdate() | fx.SetVersion() | fx.ResetCaches():
-                return self._timeouts_s["finish"]
-            case fx.AskEngine():
-                return self._health_timeout_s
-            case _:
-                assert_never(call)
+        if drains(call) and isinstance(call, fx.PauseEngine):
+            return None
+        name = _LIMITS[type(call)]
+        return self._control.budget_s(name, self._timeouts_s[name])
 
     async def _carry_out(self, call: fx.EngineCall) -> None:
         engine = self._engine
@@ -313,6 +311,20 @@ class Runner:
                 raise TypeError("a question is settled, not carried out")
             case _:
                 assert_never(call)
+
+    async def _tell_progress(self) -> None:
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            await self._traffic.progress(time.monotonic() - started)
+
+    async def _watch_leases(self) -> None:
+        """Wake the writer when a lease runs out."""
+        while True:
+            await asyncio.sleep(LEASE_TICK_S)
+            expires_s = self._control.sessions.next_expiry_s()
+            if expires_s is not None and expires_s <= time.monotonic():
+                self._inbox.put_nowait(asyncio.get_running_loop().create_future())
 
     async def _sweep(self) -> None:
         """End what was let in just before the gate closed and reached the engine after the pause.
@@ -375,6 +387,21 @@ class Runner:
                 continue
             silent_since = None
             self.post(ev.Observed(generation, view, time.monotonic()))
+
+
+_LIMITS: dict[type, str] = {
+    fx.PauseEngine: "pause",
+    fx.ResumeEngine: "resume",
+    fx.SleepEngine: "sleep",
+    fx.WakeEngine: "wake_up",
+    fx.InitTransfer: "init",
+    fx.StartUpdate: "start",
+    fx.LoadChunk: "update",
+    fx.FinishUpdate: "finish",
+    fx.SetVersion: "finish",
+    fx.ResetCaches: "finish",
+}
+"""Which of `--call-timeout-s` bounds a call."""
 
 
 def _outcome(event: ev.Event) -> str:

@@ -13,6 +13,7 @@ from bus.discovery import DELETE_TIMEOUT_S, Announcer
 from service.engine.protocol import EngineInfo
 from service.health_server import HealthServer
 from service.metrics import Metrics
+from service.sessions import Lease, Sessions
 from statemachine import effects as fx
 from statemachine import events as ev
 from statemachine.states import State
@@ -56,6 +57,8 @@ class Outside:
     engine_kind: str = "vllm"
     unready_since_s: float = field(default_factory=time.monotonic)
     metrics: Metrics = field(default_factory=Metrics)
+    sessions: Sessions = field(default_factory=Sessions)
+    _chunk_s: float | None = None
     _busy_s: float = float("-inf")
     _seq: int = 0
     _time: float = field(default_factory=time.time)
@@ -105,20 +108,29 @@ class Outside:
         elif before.operation != picture.operation:
             self._operation_since = now
         self.picture, self._cause, self._time = picture, cause, now
+        self._chunk_s = None
         self._seq += 1
         self.metrics.state(picture.state, picture.ready, picture.live, picture.weights.good)
         await self.announce()
         log.info("%s", _line(picture, cause))
 
+    async def progress(self, seconds: float) -> None:
+        """Tell those who listen how long the chunk has been loading; no change, so no new `seq`."""
+        self._chunk_s = seconds
+        await self._send_event(self.snapshot())
+
     async def announce(self) -> None:
         """Send the present snapshot to those who listen, and keep it for those who come later."""
         snapshot = self.snapshot()
+        await self._send_event(snapshot)
+        await self.announcer.put_state(snapshot, self._patience_s)
+
+    async def _send_event(self, snapshot: messages.Snapshot) -> None:
         subject = subjects.state(self.me.namespace, self.me.component, self.me.instance)
         try:
             await self.bus.publish(subject, encode(snapshot, Format.MSGPACK))
         except BusError as error:
             log.debug("state event not sent: %s", error)
-        await self.announcer.put_state(snapshot, self._patience_s)
 
     @property
     def _patience_s(self) -> float:
@@ -160,7 +172,7 @@ class Outside:
             live=picture.live,
             settled=picture.settled,
             reasons=[*picture.reasons, *([] if self.bus.connected else [UNREACHABLE])],
-            paused=_paused(picture),
+            paused=self._paused(),
             sleep=_sleep(picture),
             weight_update=self._weight_update(),
             weights=messages.Weights(
@@ -187,6 +199,24 @@ class Outside:
             owner=update.owner,
             chunks=update.chunks,
             since=self._update_since,
+            lease_expires=_wall(self.sessions.session.lease) if self.sessions.session else None,
+            progress=self._progress(),
+        )
+
+    def _progress(self) -> messages.Progress | None:
+        if self._chunk_s is None:
+            return None
+        session = self.sessions.session
+        size = session.received.bytes if session else 0
+        return messages.Progress(seconds=round(self._chunk_s, 3), bytes=size or None)
+
+    def _paused(self) -> messages.Paused | None:
+        if (paused := self.picture.paused) is None:
+            return None
+        return messages.Paused(
+            mode=paused.mode.value,
+            by=[origin.value for origin in paused.by],
+            lease_expires=_wall(self.sessions.pause) if self.sessions.pause else None,
         )
 
     def _operation(self) -> messages.Operation | None:
@@ -206,10 +236,11 @@ def _same_update(one: fx.Picture, other: fx.Picture) -> bool:
     return a.session == b.session and (a.session is not None or a.phase is b.phase)
 
 
-def _paused(picture: fx.Picture) -> messages.Paused | None:
-    if (paused := picture.paused) is None:
+def _wall(lease: Lease) -> float | None:
+    """When a lease runs out, on the clock of others; it runs on the monotonic one."""
+    if lease.length_s is None:
         return None
-    return messages.Paused(mode=paused.mode.value, by=[origin.value for origin in paused.by])
+    return time.time() + (lease.expires_s() or time.monotonic() + lease.length_s) - time.monotonic()
 
 
 def _sleep(picture: fx.Picture) -> messages.Sleep | None:

@@ -102,11 +102,16 @@ class UpdateWeightsRequested(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishUpdateRequested(Request):
-    """weight_version: None stands for the session's identifier."""
+    """
+    Attributes:
+        weight_version: None stands for the session's identifier.
+        incomplete: what was received falls short of the session's manifest, in words.
+    """
 
     weight_version: str | None = None
     clear_cache: bool = True
     allow_empty: bool = False
+    incomplete: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +178,18 @@ class DrainCut:
 
 
 @dataclass(frozen=True)
+class LeaseExpired:
+    """A trainer has shown no sign of life for too long, or a later one has taken over.
+
+    Attributes:
+        session: the session that ends; None for a pause.
+    """
+
+    cause: Cause
+    session: str | None = None
+
+
+@dataclass(frozen=True)
 class ShutdownRequested:
     cause: Cause
 
@@ -210,6 +227,7 @@ Event = (
     | CallFailed
     | Observed
     | DrainCut
+    | LeaseExpired
     | ShutdownRequested
     | StageBegan
     | Stopped

@@ -136,6 +136,9 @@ class Lifecycle:
                 self._observe(event)
             case ev.DrainCut():
                 self._cut_drain(event)
+            case ev.LeaseExpired():
+                cause = event.cause
+                self._lease_expired(event)
             case ev.EngineDied() | ev.EngineUnresponsive():
                 cause = ev.Cause("engine")
                 self._fail(event.reason)
@@ -263,6 +266,20 @@ class Lifecycle:
         self.facts = replace(self.facts, scheduling=True)
         self.ceiling = self.state
         self._begin(_Operation(None, ev.Cause("outside"), plans.stop_again(self)))
+
+    def _lease_expired(self, event: ev.LeaseExpired) -> None:
+        if self.state not in _OBSERVED:
+            return
+        if self._operation is not None:
+            raise EventNotAllowed(self.state, event)
+        facts = self.facts
+        if event.session is not None:
+            if facts.session is not None and facts.session.id == event.session:
+                self.ceiling = self.state
+                self._begin(_Operation(None, event.cause, plans.end_session(self)))
+        elif Origin.COMMAND in facts.stops:
+            self.ceiling = self.state
+            self._begin(_Operation(None, event.cause, plans.end_pause(self)))
 
     def _fail(self, reason: str) -> None:
         if self.facts.closing or self.facts.failure is not None:

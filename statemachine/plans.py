@@ -349,6 +349,8 @@ def finish_update(board: Board, request: ev.FinishUpdateRequested) -> Plan:
                 "empty_weight_update",
                 "the weights were not good before: an empty finish must name its weight_version",
             )
+    if request.incomplete is not None and session.chunks and not session.finished:
+        raise Refused("incomplete_weight_update", request.incomplete)
     version = request.weight_version or session.id
     # What is done stays done when a later step fails: a repeated finish goes on from there.
     if not session.finished:
@@ -395,9 +397,14 @@ def _unfinished(board: Board, view: ev.EngineView, outcome: Outcome) -> Plan:
 
 
 def abort_update(board: Board, request: ev.AbortUpdateRequested) -> Plan:
+    return (yield from end_session(board))
+
+
+def end_session(board: Board) -> Plan:
+    """End the open session without a good finish: undone if nothing was loaded, else tainted."""
     session = board.facts.session
     assert session is not None, "the table lets an abort in only with a session"
-    if session.loading:
+    if session.loading or session.finished:
         board.facts = _tainted(board.facts)
         return CHANGED
     # Undo: a finish without a chunk puts back what the start took away (facts of vLLM 0.32).
@@ -412,6 +419,13 @@ def abort_update(board: Board, request: ev.AbortUpdateRequested) -> Plan:
     if outcome.ok:
         return CHANGED
     return Done(changed=True, code=outcome.code, message=outcome.message or "")
+
+
+def end_pause(board: Board) -> Plan:
+    """The pause that a command asked for is over. Nothing else that stops scheduling is."""
+    board.facts = board.facts.without_stop(Origin.COMMAND)
+    yield from _align(board)
+    return CHANGED
 
 
 def stop_again(board: Board) -> Plan:

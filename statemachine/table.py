@@ -161,6 +161,8 @@ ARROWS: tuple[Arrow, ...] = (
     *_any(ev.Observed, (S.WEIGHT_UPDATE,), S.ASLEEP, S.PARTIALLY_AWAKE),
     *_any(ev.Observed, LIVING, S.FAILED),
     *_stay(ev.DrainCut, *LIVING),
+    # A lease that runs out: a session is aborted; a pause is resumed, or only forgotten.
+    *_stay(ev.LeaseExpired, *LIVING),
     # The end. Failed is left only by shutting down, which is left only by being gone.
     *_any(ev.EngineDied, (S.STARTING, *LIVING), S.FAILED),
     *_stay(ev.EngineDied, S.FAILED, S.SHUTTING_DOWN),  # already as bad as it gets
@@ -176,4 +178,5 @@ ARROWS: tuple[Arrow, ...] = (
     *_stay(ev.CallFailed, S.FAILED, S.SHUTTING_DOWN),
     *_stay(ev.Observed, S.FAILED, S.SHUTTING_DOWN),
     *_stay(ev.DrainCut, S.FAILED, S.SHUTTING_DOWN),
+    *_stay(ev.LeaseExpired, S.FAILED, S.SHUTTING_DOWN),
 )

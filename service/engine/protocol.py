@@ -12,7 +12,16 @@ from typing import Any, Protocol
 from statemachine.events import EngineView, JsonMap
 from statemachine.states import Mode, Tag
 
-__all__ = ["EngineDied", "EngineError", "EngineInfo", "EngineRefused", "EngineView", "HostSettings", "HostedEngine", "JsonMap"]
+__all__ = [
+    "EngineDied",
+    "EngineError",
+    "EngineInfo",
+    "EngineRefused",
+    "EngineView",
+    "HostSettings",
+    "HostedEngine",
+    "JsonMap",
+]
 
 
 class EngineError(Exception):

@@ -106,6 +106,7 @@ class Record:
     def __init__(self, engine: GatedEngine) -> None:
         self.seen: list[tuple[str, Any]] = []
         self.picture: fx.Picture | None = None
+        self.causes: list[str | None] = []
         self._engine = engine
 
     def show_health(self, statuses: Mapping[str, bool]) -> None:
@@ -117,8 +118,12 @@ class Record:
     async def join(self, weight_version: str) -> None:
         self.seen.append(("routable", weight_version))
 
+    async def progress(self, seconds: float) -> None:
+        self.seen.append(("progress", seconds > 0))
+
     async def publish(self, picture: fx.Picture, cause: ev.Cause | None) -> None:
         self.picture = picture
+        self.causes.append(cause.verb if cause else None)
         self.seen.append(("state", (picture.state.value, picture.settled)))
 
 
@@ -180,6 +185,10 @@ class Shell:
         body = msgpack.packb({"args": args or {}, **fields})
         self.control.on_message(f"watchkeeper.v1.default.backend.control.one.{verb}", body, reply_to)
         return reply_to
+
+    def causes(self) -> list[str | None]:
+        """The verb in the cause of each state event."""
+        return self.traffic.causes
 
     async def reply(self, reply_to: str) -> dict[str, Any]:
         async with asyncio.timeout(10):
