@@ -66,6 +66,23 @@ def decode_announcement(data: bytes) -> Announcement:
     return _convert(_decode_untrusted(data, format), Announcement, format)
 
 
+def decode_json(data: bytes) -> Any:
+    """Read JSON that came another way than the bus, within the limits of a message.
+
+    Raises:
+        BadMessage: and never anything else.
+    """
+    if len(data) > MAX_BYTES:
+        raise BadMessage(f"{len(data)} bytes are too many, {MAX_BYTES} are allowed", Format.JSON)
+    try:
+        value = _decode_json(data)
+        _check({"": value})
+    except Exception as error:
+        text = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise BadMessage(f"not JSON: {text}", Format.JSON) from None
+    return value
+
+
 def encode(value: Any, format: Format) -> bytes:
     """Write a wire type, or plain maps and lists, with every field present."""
     if format is Format.JSON:

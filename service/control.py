@@ -171,6 +171,17 @@ class Control:
             return
         self._post(Order(verb, command, answer, arrived_s))
 
+    def submit(self, verb: Verb, command: Command, answer: Callable[[Reply], None]) -> None:
+        """A command that came over HTTP or gRPC: judged, queued and answered as one from the bus."""
+        arrived_s = time.monotonic()
+
+        def counted(reply: Reply) -> None:
+            code = reply.error.code if reply.error else "ok"
+            self._count(verb.value, code, time.monotonic() - arrived_s)
+            answer(reply)
+
+        self._post(Order(verb, command, counted, arrived_s))
+
     # --- in the runner's task -------------------------------------------------------------------
 
     def arrive(self, order: Order, life: Lifecycle) -> list[ev.Event]:
