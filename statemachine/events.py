@@ -121,9 +121,21 @@ class AbortUpdateRequested(Request):
 
 @dataclass(frozen=True)
 class EngineLoaded:
-    """weight_transfer: whether a weight-transfer backend is configured."""
+    """
+    Attributes:
+        weight_transfer: whether a weight-transfer backend is configured.
+        stale: the component requires other weights than those that were loaded.
+    """
 
     weight_transfer: bool = True
+    stale: bool = False
+
+
+@dataclass(frozen=True)
+class WeightsStale:
+    """The component requires a version that this instance does not have and cannot get now."""
+
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -221,6 +233,7 @@ Command = (
 Event = (
     Command
     | EngineLoaded
+    | WeightsStale
     | EngineDied
     | EngineUnresponsive
     | CallSucceeded

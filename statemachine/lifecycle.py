@@ -126,7 +126,14 @@ class Lifecycle:
             case ev.EngineLoaded():
                 cause = ev.Cause("start")
                 if self.state is State.STARTING:
-                    self.facts = replace(self.facts, loaded=True, weight_transfer=event.weight_transfer)
+                    bad = Phase.STALE if event.stale else None
+                    self.facts = replace(
+                        self.facts, loaded=True, weight_transfer=event.weight_transfer, bad=bad
+                    )
+                    self._keep_off(cause)
+            case ev.WeightsStale():
+                cause = event.cause
+                self._stale(event)
             case ev.CallSucceeded():
                 self._continue(event.number, Outcome(view=event.view))
             case ev.CallFailed():
@@ -280,6 +287,20 @@ class Lifecycle:
         elif Origin.COMMAND in facts.stops:
             self.ceiling = self.state
             self._begin(_Operation(None, event.cause, plans.end_pause(self)))
+
+    def _stale(self, event: ev.WeightsStale) -> None:
+        if self.state not in _OBSERVED or self.facts.session is not None or self.facts.bad is not None:
+            return  # no better for it
+        if self._operation is not None:
+            raise EventNotAllowed(self.state, event)
+        self.facts = replace(self.facts, bad=Phase.STALE)
+        self._keep_off(event.cause)
+
+    def _keep_off(self, cause: ev.Cause) -> None:
+        """Stop an engine that schedules on weights that are not fit to serve."""
+        if self.facts.scheduling and not self.facts.may_schedule:
+            self.ceiling = self._shown()
+            self._begin(_Operation(None, cause, plans.stop_again(self)))
 
     def _fail(self, reason: str) -> None:
         if self.facts.closing or self.facts.failure is not None:

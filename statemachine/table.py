@@ -123,6 +123,9 @@ def _any(event: type, sources: tuple[S, ...], *dests: S) -> tuple[Arrow, ...]:
 
 ARROWS: tuple[Arrow, ...] = (
     Arrow(ev.EngineLoaded, S.STARTING, S.SERVING),
+    Arrow(ev.EngineLoaded, S.STARTING, S.WEIGHT_UPDATE),  # not the version that is required
+    *_stay(ev.WeightsStale, S.ASLEEP, S.PARTIALLY_AWAKE, S.WEIGHT_UPDATE),
+    *_any(ev.WeightsStale, (S.SERVING, S.PAUSED), S.WEIGHT_UPDATE),
     # A request shows the less available of before and asked-for at once; more only when confirmed.
     *_stay(ev.PauseRequested, S.PAUSED, S.WEIGHT_UPDATE),
     Arrow(ev.PauseRequested, S.SERVING, S.PAUSED),
@@ -179,4 +182,5 @@ ARROWS: tuple[Arrow, ...] = (
     *_stay(ev.Observed, S.FAILED, S.SHUTTING_DOWN),
     *_stay(ev.DrainCut, S.FAILED, S.SHUTTING_DOWN),
     *_stay(ev.LeaseExpired, S.FAILED, S.SHUTTING_DOWN),
+    *_stay(ev.WeightsStale, S.FAILED, S.SHUTTING_DOWN),
 )

@@ -446,3 +446,52 @@ def test_nothing_changes_for_others_when_nothing_changes() -> None:
     driver = Driver.serving()
     assert kinds(driver.feed(request(RESUME))) == [fx.Answer]
     assert kinds(driver.feed(request(WAKE, 2))) == [fx.Answer]
+
+
+def test_an_instance_without_the_required_version_is_stopped_before_it_is_ready() -> None:
+    driver = Driver()
+    driver.feed(ev.EngineLoaded(stale=True))
+    assert driver.life.state is State.WEIGHT_UPDATE
+    driver.settle()
+    assert not driver.engine.scheduling
+    assert driver.life.picture.weight_update == fx.UpdateInfo(Phase.STALE)
+    driver.do(START)
+    driver.do(UPDATE)
+    driver.do(FINISH, weight_version="v5")
+    assert driver.life.state is State.SERVING
+
+
+def test_a_serving_instance_that_cannot_get_the_required_version_leaves_traffic_first() -> None:
+    driver = Driver.serving()
+    effects = driver.feed(ev.WeightsStale(ev.Cause("announcement", "a")))
+    assert kinds(effects) == [fx.ShowHealth, fx.LeaveDiscovery, fx.Admit, fx.Publish, fx.Call]
+    driver.settle()
+    assert driver.life.picture.weight_update == fx.UpdateInfo(Phase.STALE)
+    assert not driver.engine.scheduling
+
+
+def test_a_session_whose_lease_runs_out_is_undone_or_tainted() -> None:
+    driver = Driver.serving()
+    driver.do(START)
+    session = driver.life.facts.session
+    assert session is not None
+    driver.feed(ev.LeaseExpired(ev.Cause("lease_expired"), session.id))
+    driver.settle()
+    assert driver.life.state is State.SERVING
+    driver.do(START)
+    driver.do(UPDATE)
+    session = driver.life.facts.session
+    assert session is not None
+    driver.feed(ev.LeaseExpired(ev.Cause("lease_expired"), session.id))
+    driver.settle()
+    assert driver.life.facts.bad is Phase.TAINTED
+
+
+def test_a_pause_whose_lease_runs_out_asleep_is_only_forgotten() -> None:
+    driver = Driver.serving()
+    driver.do(PAUSE)
+    driver.do(SLEEP)
+    driver.feed(ev.LeaseExpired(ev.Cause("lease_expired")))
+    driver.settle()
+    assert driver.life.state is State.ASLEEP
+    assert driver.life.facts.stops == (Origin.SLEEP,)

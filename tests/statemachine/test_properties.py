@@ -53,7 +53,7 @@ FAILABLE = st.sampled_from(
         fx.ResetCaches,
     ]
 )
-MAY_MAKE_GOOD = {"FinishUpdateRequested", "AbortUpdateRequested", "StartUpdateRequested"}
+MAY_MAKE_GOOD = {"FinishUpdateRequested", "AbortUpdateRequested", "StartUpdateRequested", "LeaseExpired"}
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -73,7 +73,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     def feed(self, event: ev.Event) -> None:
         operation = self.driver.life.picture.operation
-        verb = type(event).__name__ if isinstance(event, ev.Request) else operation and operation.verb
+        own = isinstance(event, ev.Request | ev.LeaseExpired)
+        verb = type(event).__name__ if own else operation and operation.verb
         try:
             effects = self.driver.feed(event)
         except EventNotAllowed:
@@ -102,10 +103,23 @@ class AnyOrder(RuleBasedStateMachine):
                 case _:
                     pass
 
-    @rule(transfer=st.booleans())
+    @rule(transfer=st.booleans(), stale=st.booleans())
     @precondition(lambda self: self.driver.life.state is State.STARTING)
-    def loaded(self, transfer: bool) -> None:
-        self.feed(ev.EngineLoaded(weight_transfer=transfer))
+    def loaded(self, transfer: bool, stale: bool) -> None:
+        self.feed(ev.EngineLoaded(weight_transfer=transfer, stale=stale))
+
+    @rule()
+    @precondition(lambda self: not self.driver.life.busy)
+    def another_version_is_required(self) -> None:
+        self.feed(ev.WeightsStale(ev.Cause("announcement")))
+
+    @rule(of_session=st.booleans())
+    @precondition(lambda self: not self.driver.life.busy)
+    def a_lease_runs_out(self, of_session: bool) -> None:
+        session = self.driver.life.facts.session
+        if of_session and session is None:
+            return
+        self.feed(ev.LeaseExpired(ev.Cause("LeaseExpired"), session.id if of_session and session else None))
 
     @rule(command=COMMANDS, held=st.integers(0, 2))
     @precondition(lambda self: not self.driver.life.busy)
@@ -114,7 +128,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.ticket += 1
         if kind is ev.StartUpdateRequested:
             fields = {**fields, "session": f"s{self.ticket}"}
-        event: Any = kind(ticket=self.ticket, cause=ev.Cause(kind.__name__), held=held, **fields)  # type: ignore[arg-type]
+        event: Any = kind(ticket=self.ticket, cause=ev.Cause(kind.__name__), held=held, **fields)
         before = self.driver.life.facts
         try:
             self.feed(event)

@@ -59,6 +59,10 @@ SAMPLES: dict[Verb, tuple[type[ev.Request], dict[str, object]]] = {
 
 REPORTS: tuple[ev.Event, ...] = (
     ev.EngineLoaded(),
+    ev.EngineLoaded(stale=True),
+    ev.WeightsStale(ev.Cause("announcement")),
+    ev.LeaseExpired(ev.Cause("lease_expired"), "s"),
+    ev.LeaseExpired(ev.Cause("lease_expired")),
     ev.EngineDied("gone"),
     ev.EngineUnresponsive(),
     ev.CallSucceeded(99),
