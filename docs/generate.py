@@ -63,7 +63,7 @@ def words(section: str, names: Iterable[str]) -> dict[str, Any]:
         found = found[key]
     names = list(names)
     if difference := set(names) ^ set(found):
-        raise Undocumented(f"words.toml [{section}]: {', '.join(sorted(difference))}")
+        raise Undocumented(f"words.toml [{section}] lacks, or need not have, {', '.join(sorted(difference))}")
     return {name: found[name] for name in names}
 
 
