@@ -162,6 +162,12 @@ class _Host:
             model=info.model,
             max_model_len=info.max_model_len,
             weight_transfer=info.weight_transfer,
+            weight_transfer_backend=info.weight_transfer_backend,
+            sleep_mode=info.sleep_mode,
+            tensor_parallel_size=info.tensor_parallel_size,
+            pipeline_parallel_size=info.pipeline_parallel_size,
+            data_parallel_size=info.data_parallel_size,
+            world_size=info.world_size,
         )
         self.outbox.put(host_pb2.HostEvent(loaded=loaded))
         ends = {serving, engine.died}

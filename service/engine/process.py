@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -249,8 +249,12 @@ class EngineProcess:
             weight_version=view.weight_version,
         )
 
-    async def abort_requests(self) -> None:
-        await self._call(self._host.AbortRequests, host_pb2.Empty())
+    async def abort_requests(self, request_ids: Sequence[str] = ()) -> None:
+        """End these requests, as their clients know them; without any, all of them."""
+        await self._call(self._host.AbortRequests, host_pb2.AbortRequestsRequest(request_ids=request_ids))
+
+    async def shutdown_weight_transfer(self) -> None:
+        await self._call(self._host.ShutdownWeightTransfer, host_pb2.Empty())
 
     async def simulate(self, script: JsonMap) -> None:
         await self._call(self._host.Simulate, host_pb2.SimulateRequest(script_json=_json(script)))
@@ -459,7 +463,19 @@ def _event(message: host_pb2.HostEvent) -> HostEvent | None:
         case "loaded":
             info = message.loaded
             return Loaded(
-                EngineInfo(info.kind, info.version, info.model, info.max_model_len, info.weight_transfer)
+                EngineInfo(
+                    kind=info.kind,
+                    version=info.version,
+                    model=info.model,
+                    max_model_len=info.max_model_len,
+                    weight_transfer=info.weight_transfer,
+                    weight_transfer_backend=info.weight_transfer_backend,
+                    sleep_mode=info.sleep_mode,
+                    tensor_parallel_size=info.tensor_parallel_size,
+                    pipeline_parallel_size=info.pipeline_parallel_size,
+                    data_parallel_size=info.data_parallel_size,
+                    world_size=info.world_size,
+                )
             )
         case "refused":
             return Refused(message.refused)

@@ -6,6 +6,7 @@ The control process reaches either of them through `service.engine.process.Engin
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,6 +47,9 @@ class EngineInfo:
         model: the name it serves the model under.
         max_model_len: tokens of prompt and answer together.
         weight_transfer: whether a weight-transfer backend is configured.
+        weight_transfer_backend: its name.
+        sleep_mode: whether it can be put to sleep.
+        world_size: workers of one data-parallel replica.
     """
 
     kind: str
@@ -53,6 +57,12 @@ class EngineInfo:
     model: str
     max_model_len: int
     weight_transfer: bool
+    weight_transfer_backend: str = ""
+    sleep_mode: bool = True
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    world_size: int = 1
 
 
 class HostedEngine(Protocol):
@@ -117,8 +127,16 @@ class HostedEngine(Protocol):
 
     async def ask(self) -> EngineView: ...
 
-    async def abort_requests(self) -> None:
-        """End every request that runs, waits or is frozen in the engine."""
+    async def abort_requests(self, request_ids: Sequence[str] = ()) -> None:
+        """End requests that run, wait or are frozen in the engine.
+
+        Args:
+            request_ids: as their clients know them; unknown ones are ignored. None given: all requests.
+        """
+        ...
+
+    async def shutdown_weight_transfer(self) -> None:
+        """Release the link to the trainer; never while a session is open."""
         ...
 
     async def simulate(self, script: JsonMap) -> None:

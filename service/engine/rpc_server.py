@@ -239,8 +239,13 @@ class HostService(host_pb2_grpc.HostServicer):
         await self._calls.in_turn(context, lambda engine: engine.reset_caches())
         return host_pb2.Empty()
 
-    async def AbortRequests(self, request: host_pb2.Empty, context: Context) -> host_pb2.Empty:
-        await self._calls.at_once(context, lambda engine: engine.abort_requests())
+    async def AbortRequests(self, request: host_pb2.AbortRequestsRequest, context: Context) -> host_pb2.Empty:
+        ids = tuple(request.request_ids)
+        await self._calls.at_once(context, lambda engine: engine.abort_requests(ids))
+        return host_pb2.Empty()
+
+    async def ShutdownWeightTransfer(self, request: host_pb2.Empty, context: Context) -> host_pb2.Empty:
+        await self._calls.in_turn(context, lambda engine: engine.shutdown_weight_transfer())
         return host_pb2.Empty()
 
     async def SetAdmission(

@@ -10,7 +10,7 @@ import importlib
 import math
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NoReturn, TypeVar
@@ -40,6 +40,7 @@ CALL_MS: dict[str, float] = {
     "finish_weight_update": 5,
     "set_weight_version": 1,
     "reset_caches": 1,
+    "shutdown_weight_transfer": 1,
     "ask": 0,
     "shutdown": 5,
 }
@@ -82,6 +83,8 @@ class Generation:
     def __init__(self, engine: "SimulatedEngine", max_tokens: int) -> None:
         self._engine = engine
         self._max_tokens = max_tokens
+        self.request_id = ""
+        """As its client knows it."""
         self._news = asyncio.Event()
         self.started = False
         """It was scheduled once: a drain waits for it."""
@@ -205,7 +208,14 @@ class SimulatedEngine(HostedEngine):
         await asyncio.gather(asyncio.sleep(self.options.load_s), importing)
         if self.options.load_error is not None:
             raise EngineError(self.options.load_error)
-        return EngineInfo("sim", _version(), self.model, self.options.max_model_len, weight_transfer=True)
+        return EngineInfo(
+            kind="sim",
+            version=_version(),
+            model=self.model,
+            max_model_len=self.options.max_model_len,
+            weight_transfer=True,
+            weight_transfer_backend="sim",
+        )
 
     def app(self) -> Any:
         from service.engine.simulated_api import make_app
@@ -255,8 +265,16 @@ class SimulatedEngine(HostedEngine):
     async def ask(self) -> EngineView:
         return await self._call("ask", self._view)
 
-    async def abort_requests(self) -> None:
+    async def shutdown_weight_transfer(self) -> None:
+        await self._call("shutdown_weight_transfer", lambda: None)
+
+    async def abort_requests(self, request_ids: Sequence[str] = ()) -> None:
         self.check_alive()
+        if request_ids:
+            for request in [one for one in self._requests if one.request_id in request_ids]:
+                request.abort()
+                self.remove(request)
+            return
         self._abort_all()
         if self._drain is not None and not self._drain.done():
             self._drain.set_result(None)

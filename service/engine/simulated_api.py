@@ -158,6 +158,8 @@ class _Answer:
             "created": int(time.time()),
             "model": model,
         }
+        for generation in generations:
+            generation.request_id = str(self._head["id"])
 
     async def whole(self) -> dict[str, Any]:
         texts = await asyncio.gather(*map(self._text, range(len(self._generations))))

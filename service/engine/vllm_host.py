@@ -15,7 +15,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -91,12 +91,20 @@ class VllmEngine:
         self._progress("the engine is ready")
         self._app = await self._build_app()
         model_config = self._llm.model_config
+        transfer = self._llm.vllm_config.weight_transfer_config
+        parallel = self._llm.vllm_config.parallel_config
         return EngineInfo(
             kind="vllm",
             version=_version(),
             model=(self._args.served_model_name or [self._args.model])[0],
             max_model_len=model_config.max_model_len,
-            weight_transfer=self._llm.vllm_config.weight_transfer_config is not None,
+            weight_transfer=transfer is not None,
+            weight_transfer_backend=transfer.backend if transfer is not None else "",
+            sleep_mode=_sleeps(model_config),
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
+            world_size=parallel.world_size,
         )
 
     def app(self) -> Any:
@@ -149,9 +157,7 @@ class VllmEngine:
         await self._race(self._llm.resume_generation())
 
     async def sleep(self, level: int, mode: Mode) -> None:
-        from vllm.platforms import current_platform
-
-        if current_platform.is_sleep_mode_available() and not self._llm.model_config.enable_sleep_mode:
+        if not _sleeps(self._llm.model_config):
             raise EngineError("the engine was started without sleep mode (--enable-sleep-mode)")
         running = self._requests() if mode is Mode.ABORT else set()
         await self._race(self._llm.sleep(level=level, mode=mode.value))
@@ -199,9 +205,15 @@ class VllmEngine:
             weight_version=versions.pop(),
         )
 
-    async def abort_requests(self) -> None:
-        # By internal id: two requests may carry the same id of their clients.
-        await self._race(self._llm.abort(self._requests(), internal=True))
+    async def abort_requests(self, request_ids: Sequence[str] = ()) -> None:
+        if request_ids:
+            await self._race(self._llm.abort(list(request_ids)))
+        else:
+            # By internal id: two requests may carry the same id of their clients.
+            await self._race(self._llm.abort(self._requests(), internal=True))
+
+    async def shutdown_weight_transfer(self) -> None:
+        await self._race(self._llm.shutdown_weight_transfer_engine())
 
     async def simulate(self, script: JsonMap) -> None:
         raise EngineError("only the simulated engine can be scripted")
@@ -484,6 +496,13 @@ def _build(args: Any, config: Any) -> Any:
         aggregate_engine_logging=args.aggregate_engine_logging,
         disable_log_stats=args.disable_log_stats,
     )
+
+
+def _sleeps(model_config: Any) -> bool:
+    """Where the platform has no memory to release, sleeping is a state like any other."""
+    from vllm.platforms import current_platform
+
+    return bool(model_config.enable_sleep_mode) or not current_platform.is_sleep_mode_available()
 
 
 def _version() -> str:

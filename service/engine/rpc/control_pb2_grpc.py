@@ -34,6 +34,46 @@ class ControlStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetServerInfo = channel.unary_unary(
+                '/vllm.Control/GetServerInfo',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.ServerInfo.FromString,
+                _registered_method=True)
+        self.GetModelInfo = channel.unary_unary(
+                '/vllm.Control/GetModelInfo',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.ModelInfo.FromString,
+                _registered_method=True)
+        self.Shutdown = channel.unary_unary(
+                '/vllm.Control/Shutdown',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.ShutdownRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.ShutdownResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/vllm.Control/Abort',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.AbortRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/vllm.Control/LoadLora',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/vllm.Control/UnloadLora',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
+        self.ListLoras = channel.unary_unary(
+                '/vllm.Control/ListLoras',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.ListLorasRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.ListLorasResponse.FromString,
+                _registered_method=True)
+        self.GetKvEventSources = channel.unary_unary(
+                '/vllm.Control/GetKvEventSources',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.GetKvEventSourcesRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.GetKvEventSourcesResponse.FromString,
+                _registered_method=True)
         self.PauseGeneration = channel.unary_unary(
                 '/vllm.Control/PauseGeneration',
                 request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.PauseGenerationRequest.SerializeToString,
@@ -44,10 +84,25 @@ class ControlStub:
                 request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.ResumeGenerationRequest.SerializeToString,
                 response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.ResumeGenerationResponse.FromString,
                 _registered_method=True)
+        self.IsPaused = channel.unary_unary(
+                '/vllm.Control/IsPaused',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.IsPausedRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.IsPausedResponse.FromString,
+                _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/vllm.Control/Sleep',
                 request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.SleepRequest.SerializeToString,
                 response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/vllm.Control/WakeUp',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.IsSleeping = channel.unary_unary(
+                '/vllm.Control/IsSleeping',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.IsSleepingRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.IsSleepingResponse.FromString,
                 _registered_method=True)
         self.InitWeightTransferEngine = channel.unary_unary(
                 '/vllm.Control/InitWeightTransferEngine',
@@ -58,6 +113,11 @@ class ControlStub:
                 '/vllm.Control/StartWeightUpdate',
                 request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.StartWeightUpdateRequest.SerializeToString,
                 response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.StartWeightUpdateResponse.FromString,
+                _registered_method=True)
+        self.StartDraftWeightUpdate = channel.unary_unary(
+                '/vllm.Control/StartDraftWeightUpdate',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.StartDraftWeightUpdateRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.StartDraftWeightUpdateResponse.FromString,
                 _registered_method=True)
         self.UpdateWeights = channel.unary_unary(
                 '/vllm.Control/UpdateWeights',
@@ -74,10 +134,63 @@ class ControlStub:
                 request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.UpdateWeightVersionRequest.SerializeToString,
                 response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.UpdateWeightVersionResponse.FromString,
                 _registered_method=True)
+        self.GetWeightVersion = channel.unary_unary(
+                '/vllm.Control/GetWeightVersion',
+                request_serializer=service_dot_engine_dot_rpc_dot_control__pb2.GetWeightVersionRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.GetWeightVersionResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def GetServerInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModelInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Shutdown(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadLora(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLoras(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetKvEventSources(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def PauseGeneration(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -91,7 +204,25 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def IsPaused(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sleep(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def IsSleeping(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,6 +235,12 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StartWeightUpdate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartDraftWeightUpdate(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,9 +264,55 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWeightVersion(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.ServerInfo.SerializeToString,
+            ),
+            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModelInfo,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.ModelInfo.SerializeToString,
+            ),
+            'Shutdown': grpc.unary_unary_rpc_method_handler(
+                    servicer.Shutdown,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.ShutdownRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.ShutdownResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.AbortRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.AbortResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.LoadLoraRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.UnloadLoraResponse.SerializeToString,
+            ),
+            'ListLoras': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLoras,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.ListLorasRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.ListLorasResponse.SerializeToString,
+            ),
+            'GetKvEventSources': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetKvEventSources,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.GetKvEventSourcesRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.GetKvEventSourcesResponse.SerializeToString,
+            ),
             'PauseGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseGeneration,
                     request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.PauseGenerationRequest.FromString,
@@ -140,10 +323,25 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.ResumeGenerationRequest.FromString,
                     response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.ResumeGenerationResponse.SerializeToString,
             ),
+            'IsPaused': grpc.unary_unary_rpc_method_handler(
+                    servicer.IsPaused,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.IsPausedRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.IsPausedResponse.SerializeToString,
+            ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
                     request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.SleepRequest.FromString,
                     response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.WakeUpRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'IsSleeping': grpc.unary_unary_rpc_method_handler(
+                    servicer.IsSleeping,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.IsSleepingRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.IsSleepingResponse.SerializeToString,
             ),
             'InitWeightTransferEngine': grpc.unary_unary_rpc_method_handler(
                     servicer.InitWeightTransferEngine,
@@ -154,6 +352,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.StartWeightUpdate,
                     request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.StartWeightUpdateRequest.FromString,
                     response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.StartWeightUpdateResponse.SerializeToString,
+            ),
+            'StartDraftWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartDraftWeightUpdate,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.StartDraftWeightUpdateRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.StartDraftWeightUpdateResponse.SerializeToString,
             ),
             'UpdateWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateWeights,
@@ -170,6 +373,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.UpdateWeightVersionRequest.FromString,
                     response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.UpdateWeightVersionResponse.SerializeToString,
             ),
+            'GetWeightVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeightVersion,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_control__pb2.GetWeightVersionRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_control__pb2.GetWeightVersionResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'vllm.Control', rpc_method_handlers)
@@ -180,6 +388,222 @@ def add_ControlServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Control:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/GetServerInfo',
+            service_dot_engine_dot_rpc_dot_control__pb2.GetServerInfoRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.ServerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/GetModelInfo',
+            service_dot_engine_dot_rpc_dot_control__pb2.GetModelInfoRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.ModelInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Shutdown(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/Shutdown',
+            service_dot_engine_dot_rpc_dot_control__pb2.ShutdownRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.ShutdownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/Abort',
+            service_dot_engine_dot_rpc_dot_control__pb2.AbortRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/LoadLora',
+            service_dot_engine_dot_rpc_dot_control__pb2.LoadLoraRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/UnloadLora',
+            service_dot_engine_dot_rpc_dot_control__pb2.UnloadLoraRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.UnloadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLoras(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/ListLoras',
+            service_dot_engine_dot_rpc_dot_control__pb2.ListLorasRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.ListLorasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetKvEventSources(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/GetKvEventSources',
+            service_dot_engine_dot_rpc_dot_control__pb2.GetKvEventSourcesRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.GetKvEventSourcesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def PauseGeneration(request,
@@ -236,6 +660,33 @@ class Control:
             _registered_method=True)
 
     @staticmethod
+    def IsPaused(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/IsPaused',
+            service_dot_engine_dot_rpc_dot_control__pb2.IsPausedRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.IsPausedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Sleep(request,
             target,
             options=(),
@@ -252,6 +703,60 @@ class Control:
             '/vllm.Control/Sleep',
             service_dot_engine_dot_rpc_dot_control__pb2.SleepRequest.SerializeToString,
             service_dot_engine_dot_rpc_dot_control__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/WakeUp',
+            service_dot_engine_dot_rpc_dot_control__pb2.WakeUpRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IsSleeping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/IsSleeping',
+            service_dot_engine_dot_rpc_dot_control__pb2.IsSleepingRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.IsSleepingResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -306,6 +811,33 @@ class Control:
             '/vllm.Control/StartWeightUpdate',
             service_dot_engine_dot_rpc_dot_control__pb2.StartWeightUpdateRequest.SerializeToString,
             service_dot_engine_dot_rpc_dot_control__pb2.StartWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartDraftWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/StartDraftWeightUpdate',
+            service_dot_engine_dot_rpc_dot_control__pb2.StartDraftWeightUpdateRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.StartDraftWeightUpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -387,6 +919,33 @@ class Control:
             '/vllm.Control/UpdateWeightVersion',
             service_dot_engine_dot_rpc_dot_control__pb2.UpdateWeightVersionRequest.SerializeToString,
             service_dot_engine_dot_rpc_dot_control__pb2.UpdateWeightVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeightVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.Control/GetWeightVersion',
+            service_dot_engine_dot_rpc_dot_control__pb2.GetWeightVersionRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_control__pb2.GetWeightVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dservice/engine/rpc/host.proto\x12\x12watchkeeper.engine\"\x07\n\x05\x45mpty\"\xcd\x01\n\tHostEvent\x12\x12\n\x08progress\x18\x01 \x01(\tH\x00\x12-\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x19.watchkeeper.engine.EmptyH\x00\x12*\n\x06loaded\x18\x03 \x01(\x0b\x32\x18.watchkeeper.engine.InfoH\x00\x12\x11\n\x07refused\x18\x04 \x01(\tH\x00\x12\x10\n\x06\x66\x61iled\x18\x05 \x01(\tH\x00\x12\x13\n\tin_flight\x18\x06 \x01(\rH\x00\x12\x0e\n\x04\x64ied\x18\x07 \x01(\tH\x00\x42\x07\n\x05\x65vent\"d\n\x04Info\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x17\n\x0fweight_transfer\x18\x05 \x01(\x08\"\x87\x01\n\x04View\x12\x12\n\nscheduling\x18\x01 \x01(\x08\x12\x0e\n\x06\x61sleep\x18\x02 \x03(\t\x12\x17\n\x0fmeta_parameters\x18\x03 \x01(\x08\x12\x16\n\x0eweight_version\x18\x04 \x01(\t\x12\x19\n\x0csession_open\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x0f\n\r_session_open\"\x1f\n\x0fWakeTagsRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"U\n\x10\x41\x64missionRequest\x12\x11\n\tadmission\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08\x65nd_held\x18\x03 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\"#\n\x0e\x41\x64missionReply\x12\x11\n\tin_flight\x18\x01 \x01(\r\"&\n\x0fSimulateRequest\x12\x13\n\x0bscript_json\x18\x01 \x01(\x0c\"$\n\x0fShutdownRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\x32\x9f\x05\n\x04Host\x12\x44\n\x06\x45vents\x12\x19.watchkeeper.engine.Empty\x1a\x1d.watchkeeper.engine.HostEvent0\x01\x12:\n\x03\x41sk\x12\x19.watchkeeper.engine.Empty\x1a\x18.watchkeeper.engine.View\x12J\n\x08WakeTags\x12#.watchkeeper.engine.WakeTagsRequest\x1a\x19.watchkeeper.engine.Empty\x12\x43\n\x0bResetCaches\x12\x19.watchkeeper.engine.Empty\x1a\x19.watchkeeper.engine.Empty\x12\x45\n\rAbortRequests\x12\x19.watchkeeper.engine.Empty\x1a\x19.watchkeeper.engine.Empty\x12X\n\x0cSetAdmission\x12$.watchkeeper.engine.AdmissionRequest\x1a\".watchkeeper.engine.AdmissionReply\x12J\n\x08Simulate\x12#.watchkeeper.engine.SimulateRequest\x1a\x19.watchkeeper.engine.Empty\x12\x45\n\rStopListening\x12\x19.watchkeeper.engine.Empty\x1a\x19.watchkeeper.engine.Empty\x12P\n\x0eShutdownEngine\x12#.watchkeeper.engine.ShutdownRequest\x1a\x19.watchkeeper.engine.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dservice/engine/rpc/host.proto\x12\x12watchkeeper.engine\"\x07\n\x05\x45mpty\"\xcd\x01\n\tHostEvent\x12\x12\n\x08progress\x18\x01 \x01(\tH\x00\x12-\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x19.watchkeeper.engine.EmptyH\x00\x12*\n\x06loaded\x18\x03 \x01(\x0b\x32\x18.watchkeeper.engine.InfoH\x00\x12\x11\n\x07refused\x18\x04 \x01(\tH\x00\x12\x10\n\x06\x66\x61iled\x18\x05 \x01(\tH\x00\x12\x13\n\tin_flight\x18\x06 \x01(\rH\x00\x12\x0e\n\x04\x64ied\x18\x07 \x01(\tH\x00\x42\x07\n\x05\x65vent\"\x87\x02\n\x04Info\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x17\n\x0fweight_transfer\x18\x05 \x01(\x08\x12\x1f\n\x17weight_transfer_backend\x18\x06 \x01(\t\x12\x12\n\nsleep_mode\x18\x07 \x01(\x08\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\t \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\n \x01(\r\x12\x12\n\nworld_size\x18\x0b \x01(\r\"\x87\x01\n\x04View\x12\x12\n\nscheduling\x18\x01 \x01(\x08\x12\x0e\n\x06\x61sleep\x18\x02 \x03(\t\x12\x17\n\x0fmeta_parameters\x18\x03 \x01(\x08\x12\x16\n\x0eweight_version\x18\x04 \x01(\t\x12\x19\n\x0csession_open\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x0f\n\r_session_open\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x1f\n\x0fWakeTagsRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"U\n\x10\x41\x64missionRequest\x12\x11\n\tadmission\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08\x65nd_held\x18\x03 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\"#\n\x0e\x41\x64missionReply\x12\x11\n\tin_flight\x18\x01 \x01(\r\"&\n\x0fSimulateRequest\x12\x13\n\x0bscript_json\x18\x01 \x01(\x0c\"$\n\x0fShutdownRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\x32\xfe\x05\n\x04Host\x12\x44\n\x06\x45vents\x12\x19.watchkeeper.engine.Empty\x1a\x1d.watchkeeper.engine.HostEvent0\x01\x12:\n\x03\x41sk\x12\x19.watchkeeper.engine.Empty\x1a\x18.watchkeeper.engine.View\x12J\n\x08WakeTags\x12#.watchkeeper.engine.WakeTagsRequest\x1a\x19.watchkeeper.engine.Empty\x12\x43\n\x0bResetCaches\x12\x19.watchkeeper.engine.Empty\x1a\x19.watchkeeper.engine.Empty\x12T\n\rAbortRequests\x12(.watchkeeper.engine.AbortRequestsRequest\x1a\x19.watchkeeper.engine.Empty\x12N\n\x16ShutdownWeightTransfer\x12\x19.watchkeeper.engine.Empty\x1a\x19.watchkeeper.engine.Empty\x12X\n\x0cSetAdmission\x12$.watchkeeper.engine.AdmissionRequest\x1a\".watchkeeper.engine.AdmissionReply\x12J\n\x08Simulate\x12#.watchkeeper.engine.SimulateRequest\x1a\x19.watchkeeper.engine.Empty\x12\x45\n\rStopListening\x12\x19.watchkeeper.engine.Empty\x1a\x19.watchkeeper.engine.Empty\x12P\n\x0eShutdownEngine\x12#.watchkeeper.engine.ShutdownRequest\x1a\x19.watchkeeper.engine.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,20 +35,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EMPTY']._serialized_end=60
   _globals['_HOSTEVENT']._serialized_start=63
   _globals['_HOSTEVENT']._serialized_end=268
-  _globals['_INFO']._serialized_start=270
-  _globals['_INFO']._serialized_end=370
-  _globals['_VIEW']._serialized_start=373
-  _globals['_VIEW']._serialized_end=508
-  _globals['_WAKETAGSREQUEST']._serialized_start=510
-  _globals['_WAKETAGSREQUEST']._serialized_end=541
-  _globals['_ADMISSIONREQUEST']._serialized_start=543
-  _globals['_ADMISSIONREQUEST']._serialized_end=628
-  _globals['_ADMISSIONREPLY']._serialized_start=630
-  _globals['_ADMISSIONREPLY']._serialized_end=665
-  _globals['_SIMULATEREQUEST']._serialized_start=667
-  _globals['_SIMULATEREQUEST']._serialized_end=705
-  _globals['_SHUTDOWNREQUEST']._serialized_start=707
-  _globals['_SHUTDOWNREQUEST']._serialized_end=743
-  _globals['_HOST']._serialized_start=746
-  _globals['_HOST']._serialized_end=1417
+  _globals['_INFO']._serialized_start=271
+  _globals['_INFO']._serialized_end=534
+  _globals['_VIEW']._serialized_start=537
+  _globals['_VIEW']._serialized_end=672
+  _globals['_ABORTREQUESTSREQUEST']._serialized_start=674
+  _globals['_ABORTREQUESTSREQUEST']._serialized_end=717
+  _globals['_WAKETAGSREQUEST']._serialized_start=719
+  _globals['_WAKETAGSREQUEST']._serialized_end=750
+  _globals['_ADMISSIONREQUEST']._serialized_start=752
+  _globals['_ADMISSIONREQUEST']._serialized_end=837
+  _globals['_ADMISSIONREPLY']._serialized_start=839
+  _globals['_ADMISSIONREPLY']._serialized_end=874
+  _globals['_SIMULATEREQUEST']._serialized_start=876
+  _globals['_SIMULATEREQUEST']._serialized_end=914
+  _globals['_SHUTDOWNREQUEST']._serialized_start=916
+  _globals['_SHUTDOWNREQUEST']._serialized_end=952
+  _globals['_HOST']._serialized_start=955
+  _globals['_HOST']._serialized_end=1721
 # @@protoc_insertion_point(module_scope)

@@ -29,18 +29,30 @@ class HostEvent(_message.Message):
     def __init__(self, progress: _Optional[str] = ..., accepted: _Optional[_Union[Empty, _Mapping]] = ..., loaded: _Optional[_Union[Info, _Mapping]] = ..., refused: _Optional[str] = ..., failed: _Optional[str] = ..., in_flight: _Optional[int] = ..., died: _Optional[str] = ...) -> None: ...
 
 class Info(_message.Message):
-    __slots__ = ("kind", "version", "model", "max_model_len", "weight_transfer")
+    __slots__ = ("kind", "version", "model", "max_model_len", "weight_transfer", "weight_transfer_backend", "sleep_mode", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "world_size")
     KIND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_MODE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     kind: str
     version: str
     model: str
     max_model_len: int
     weight_transfer: bool
-    def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., weight_transfer: _Optional[bool] = ...) -> None: ...
+    weight_transfer_backend: str
+    sleep_mode: bool
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    world_size: int
+    def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., weight_transfer: _Optional[bool] = ..., weight_transfer_backend: _Optional[str] = ..., sleep_mode: _Optional[bool] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("scheduling", "asleep", "meta_parameters", "weight_version", "session_open")
@@ -55,6 +67,12 @@ class View(_message.Message):
     weight_version: str
     session_open: bool
     def __init__(self, scheduling: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., meta_parameters: _Optional[bool] = ..., weight_version: _Optional[str] = ..., session_open: _Optional[bool] = ...) -> None: ...
+
+class AbortRequestsRequest(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WakeTagsRequest(_message.Message):
     __slots__ = ("tags",)

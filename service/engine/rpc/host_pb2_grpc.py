@@ -56,6 +56,11 @@ class HostStub:
                 _registered_method=True)
         self.AbortRequests = channel.unary_unary(
                 '/watchkeeper.engine.Host/AbortRequests',
+                request_serializer=service_dot_engine_dot_rpc_dot_host__pb2.AbortRequestsRequest.SerializeToString,
+                response_deserializer=service_dot_engine_dot_rpc_dot_host__pb2.Empty.FromString,
+                _registered_method=True)
+        self.ShutdownWeightTransfer = channel.unary_unary(
+                '/watchkeeper.engine.Host/ShutdownWeightTransfer',
                 request_serializer=service_dot_engine_dot_rpc_dot_host__pb2.Empty.SerializeToString,
                 response_deserializer=service_dot_engine_dot_rpc_dot_host__pb2.Empty.FromString,
                 _registered_method=True)
@@ -115,6 +120,13 @@ class HostServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShutdownWeightTransfer(self, request, context):
+        """Releases the link to the trainer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetAdmission(self, request, context):
         """The answer counts what is in flight at that moment; events about it come later.
         """
@@ -166,6 +178,11 @@ def add_HostServicer_to_server(servicer, server):
             ),
             'AbortRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortRequests,
+                    request_deserializer=service_dot_engine_dot_rpc_dot_host__pb2.AbortRequestsRequest.FromString,
+                    response_serializer=service_dot_engine_dot_rpc_dot_host__pb2.Empty.SerializeToString,
+            ),
+            'ShutdownWeightTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShutdownWeightTransfer,
                     request_deserializer=service_dot_engine_dot_rpc_dot_host__pb2.Empty.FromString,
                     response_serializer=service_dot_engine_dot_rpc_dot_host__pb2.Empty.SerializeToString,
             ),
@@ -323,6 +340,33 @@ class Host:
             request,
             target,
             '/watchkeeper.engine.Host/AbortRequests',
+            service_dot_engine_dot_rpc_dot_host__pb2.AbortRequestsRequest.SerializeToString,
+            service_dot_engine_dot_rpc_dot_host__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShutdownWeightTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/watchkeeper.engine.Host/ShutdownWeightTransfer',
             service_dot_engine_dot_rpc_dot_host__pb2.Empty.SerializeToString,
             service_dot_engine_dot_rpc_dot_host__pb2.Empty.FromString,
             options,

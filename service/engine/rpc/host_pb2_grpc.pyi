@@ -41,7 +41,9 @@ class HostStub:
     Ask: _grpc.UnaryUnaryMultiCallable[_host_pb2.Empty, _host_pb2.View]
     WakeTags: _grpc.UnaryUnaryMultiCallable[_host_pb2.WakeTagsRequest, _host_pb2.Empty]
     ResetCaches: _grpc.UnaryUnaryMultiCallable[_host_pb2.Empty, _host_pb2.Empty]
-    AbortRequests: _grpc.UnaryUnaryMultiCallable[_host_pb2.Empty, _host_pb2.Empty]
+    AbortRequests: _grpc.UnaryUnaryMultiCallable[_host_pb2.AbortRequestsRequest, _host_pb2.Empty]
+    ShutdownWeightTransfer: _grpc.UnaryUnaryMultiCallable[_host_pb2.Empty, _host_pb2.Empty]
+    """Releases the link to the trainer."""
     SetAdmission: _grpc.UnaryUnaryMultiCallable[_host_pb2.AdmissionRequest, _host_pb2.AdmissionReply]
     """The answer counts what is in flight at that moment; events about it come later."""
     Simulate: _grpc.UnaryUnaryMultiCallable[_host_pb2.SimulateRequest, _host_pb2.Empty]
@@ -57,7 +59,9 @@ class HostAsyncStub(HostStub):
     Ask: _aio.UnaryUnaryMultiCallable[_host_pb2.Empty, _host_pb2.View]  # type: ignore[assignment]
     WakeTags: _aio.UnaryUnaryMultiCallable[_host_pb2.WakeTagsRequest, _host_pb2.Empty]  # type: ignore[assignment]
     ResetCaches: _aio.UnaryUnaryMultiCallable[_host_pb2.Empty, _host_pb2.Empty]  # type: ignore[assignment]
-    AbortRequests: _aio.UnaryUnaryMultiCallable[_host_pb2.Empty, _host_pb2.Empty]  # type: ignore[assignment]
+    AbortRequests: _aio.UnaryUnaryMultiCallable[_host_pb2.AbortRequestsRequest, _host_pb2.Empty]  # type: ignore[assignment]
+    ShutdownWeightTransfer: _aio.UnaryUnaryMultiCallable[_host_pb2.Empty, _host_pb2.Empty]  # type: ignore[assignment]
+    """Releases the link to the trainer."""
     SetAdmission: _aio.UnaryUnaryMultiCallable[_host_pb2.AdmissionRequest, _host_pb2.AdmissionReply]  # type: ignore[assignment]
     """The answer counts what is in flight at that moment; events about it come later."""
     Simulate: _aio.UnaryUnaryMultiCallable[_host_pb2.SimulateRequest, _host_pb2.Empty]  # type: ignore[assignment]
@@ -65,8 +69,7 @@ class HostAsyncStub(HostStub):
     """Stops accepting HTTP connections; those that are open stay."""
     ShutdownEngine: _aio.UnaryUnaryMultiCallable[_host_pb2.ShutdownRequest, _host_pb2.Empty]  # type: ignore[assignment]
 
-class HostServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
+class HostServicer:
     def Events(
         self,
         request: _host_pb2.Empty,
@@ -74,35 +77,37 @@ class HostServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_host_pb2.HostEvent], _abc.AsyncIterator[_host_pb2.HostEvent]]:
         """One stream per control process; it ends when the host ends."""
 
-    @_abc_1.abstractmethod
     def Ask(
         self,
         request: _host_pb2.Empty,
         context: _ServicerContext,
     ) -> _typing.Union[_host_pb2.View, _abc.Awaitable[_host_pb2.View]]: ...
 
-    @_abc_1.abstractmethod
     def WakeTags(
         self,
         request: _host_pb2.WakeTagsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_host_pb2.Empty, _abc.Awaitable[_host_pb2.Empty]]: ...
 
-    @_abc_1.abstractmethod
     def ResetCaches(
         self,
         request: _host_pb2.Empty,
         context: _ServicerContext,
     ) -> _typing.Union[_host_pb2.Empty, _abc.Awaitable[_host_pb2.Empty]]: ...
 
-    @_abc_1.abstractmethod
     def AbortRequests(
         self,
-        request: _host_pb2.Empty,
+        request: _host_pb2.AbortRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_host_pb2.Empty, _abc.Awaitable[_host_pb2.Empty]]: ...
 
-    @_abc_1.abstractmethod
+    def ShutdownWeightTransfer(
+        self,
+        request: _host_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_host_pb2.Empty, _abc.Awaitable[_host_pb2.Empty]]:
+        """Releases the link to the trainer."""
+
     def SetAdmission(
         self,
         request: _host_pb2.AdmissionRequest,
@@ -110,14 +115,12 @@ class HostServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_host_pb2.AdmissionReply, _abc.Awaitable[_host_pb2.AdmissionReply]]:
         """The answer counts what is in flight at that moment; events about it come later."""
 
-    @_abc_1.abstractmethod
     def Simulate(
         self,
         request: _host_pb2.SimulateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_host_pb2.Empty, _abc.Awaitable[_host_pb2.Empty]]: ...
 
-    @_abc_1.abstractmethod
     def StopListening(
         self,
         request: _host_pb2.Empty,
@@ -125,7 +128,6 @@ class HostServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_host_pb2.Empty, _abc.Awaitable[_host_pb2.Empty]]:
         """Stops accepting HTTP connections; those that are open stay."""
 
-    @_abc_1.abstractmethod
     def ShutdownEngine(
         self,
         request: _host_pb2.ShutdownRequest,

@@ -35,7 +35,12 @@ async def test_a_host_loads_serves_and_is_gone() -> None:
         (loaded,) = host.of(Loaded)
         assert isinstance(loaded, Loaded)
         assert loaded.info == EngineInfo(
-            "sim", loaded.info.version, "sim-model", max_model_len=131_072, weight_transfer=True
+            kind="sim",
+            version=loaded.info.version,
+            model="sim-model",
+            max_model_len=131_072,
+            weight_transfer=True,
+            weight_transfer_backend="sim",
         )
         assert await _completion(host) == (503, "not_ready")
         assert await host.process.set_admission(Admission.OPEN, "") == 0
@@ -67,6 +72,7 @@ async def test_every_call_reaches_the_engine() -> None:
         await engine.finish_weight_update()
         await engine.set_weight_version("v7")
         await engine.reset_caches()
+        await engine.shutdown_weight_transfer()
         await engine.abort_requests()
         await engine.resume()
         assert await engine.ask() == EngineView(scheduling=True, session_open=False, weight_version="v7")

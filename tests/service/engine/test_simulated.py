@@ -109,6 +109,15 @@ async def test_wait_drains_what_runs_and_queues_what_comes() -> None:
     assert await ended(late.task) == "length"
 
 
+async def test_a_request_can_be_ended_by_its_id() -> None:
+    engine = await loaded()
+    one, other = await Stream(engine).running(), await Stream(engine).running()
+    one.request.request_id, other.request.request_id = "one", "other"
+    await engine.abort_requests(["one", "nobody"])
+    assert await ended(one.task) == "abort"
+    await other.running()
+
+
 async def test_a_drain_ends_when_its_requests_are_aborted() -> None:
     engine = await loaded()
     running = await Stream(engine).running()

@@ -163,6 +163,7 @@ async def test_what_is_known_of_it(running: Running) -> None:
         model=str(running.models / "a"),
         max_model_len=2048,
         weight_transfer=True,
+        weight_transfer_backend="file",
     )
     view = await running.engine.ask()
     assert (view.scheduling, view.asleep, view.meta_parameters) == (True, (), False)
