@@ -19,10 +19,24 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from bus import discovery, subjects
+import msgspec
+
+from bus import announce, discovery, epochs, subjects
 from bus.codec import BadMessage, Format, decode_reply, decode_snapshot, encode
 from bus.connection import Bus, BusError, Credentials, Message, NoResponders, Timeout
-from bus.messages import CacheRule, InstanceEntry, JsonMap, Mode, Reply, Snapshot, StateName, Verb, WakeTag
+from bus.messages import (
+    Announcement,
+    CacheRule,
+    InstanceEntry,
+    JsonMap,
+    Mode,
+    Reply,
+    Snapshot,
+    StateName,
+    Verb,
+    WakeTag,
+    describe,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +85,7 @@ class Options(TypedDict, total=False):
     Attributes:
         timeout_s: how long to wait for the reply (30); the command does not start after that.
         id: idempotency key; by default a new one.
-        epoch: of the trainer; a lower one than the highest seen is refused.
+        epoch: of the trainer, by default the client's; a lower one than the highest seen is refused.
         session: of a weight update.
         check: False returns a refusal instead of raising `CommandFailed`.
     """
@@ -84,16 +98,26 @@ class Options(TypedDict, total=False):
 
 
 class Client:
-    """Reaches the instances of one component."""
+    """Reaches the instances of one component.
+
+    Attributes:
+        epoch: sent with every command that is not given another one.
+    """
 
     def __init__(
-        self, bus: Bus, namespace: str = "default", component: str = "backend", issuer: str | None = None
+        self,
+        bus: Bus,
+        namespace: str = "default",
+        component: str = "backend",
+        issuer: str | None = None,
+        epoch: int | None = None,
     ) -> None:
         subjects.state_pattern(namespace, component)  # a wrong name is better known now
         self.bus = bus
         self.namespace = namespace
         self.component = component
         self.issuer = issuer
+        self.epoch = epoch
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -105,6 +129,7 @@ class Client:
         issuer: str | None = None,
         wait_s: float = 5.0,
         credentials: Credentials | None = None,
+        epoch: int | None = None,
     ) -> AsyncIterator["Client"]:
         """A client with a connection of its own, closed at the end of the block.
 
@@ -113,9 +138,66 @@ class Client:
         """
         bus = await Bus.connect(urls, credentials, name=issuer or "watchkeeper client", wait_s=wait_s)
         try:
-            yield cls(bus, namespace, component, issuer)
+            yield cls(bus, namespace, component, issuer, epoch)
         finally:
             await bus.drain(_DRAIN_TIMEOUT_S)
+
+    async def new_epoch(self) -> int:
+        """Take an epoch above all others, and send it with every command from now on.
+
+        A trainer does this once when it starts: whatever an earlier one still sends is refused then.
+
+        Raises:
+            BusError
+        """
+        self.epoch = await epochs.next_epoch(self.bus, self.namespace, self.component)
+        return self.epoch
+
+    async def announce(
+        self,
+        version: str,
+        updates: Sequence[JsonMap | list[JsonMap]],
+        init_info: JsonMap | None = None,
+        cache: CacheRule = "clear",
+        pause_mode: Mode = "keep",
+        manifest: JsonMap | None = None,
+        lease_s: float | None = None,
+        epoch: int | None = None,
+        id: str | None = None,
+    ) -> int:
+        """Have every instance apply a version by itself, also those that start later.
+
+        Args:
+            updates: one `update_info` for each chunk.
+            epoch: by default the client's; without one a new epoch is taken.
+            id: of the announcement, for events and logs.
+
+        Returns:
+            Its sequence in the stream. It does not say that anybody has applied it yet.
+
+        Raises:
+            ValueError: it is not an announcement.
+            BusError: it may have been announced; it may be repeated under the same id.
+        """
+        if epoch is None:
+            epoch = self.epoch if self.epoch is not None else await self.new_epoch()
+        fields = {
+            "id": id or _new_id(),
+            "epoch": epoch,
+            "version": version,
+            "updates": list(updates),
+            "init_info": init_info,
+            "cache": cache,
+            "pause_mode": pause_mode,
+            "manifest": manifest,
+            "issuer": self.issuer,
+            "lease_s": lease_s,
+        }
+        try:
+            announcement = msgspec.convert(fields, Announcement)
+        except msgspec.ValidationError as error:
+            raise ValueError(describe(error, "")) from None
+        return await announce.announce(self.bus, self.namespace, self.component, announcement)
 
     def instance(self, name: str) -> "Instance":
         """The instance of this name, whether it is there or not."""
@@ -198,6 +280,7 @@ class Client:
         session: str | None = None,
     ) -> bytes:
         body: JsonMap = {"id": id, "deadline": time.time() + timeout_s, "args": dict(args)}
+        epoch = self.epoch if epoch is None else epoch
         for key, value in (("issuer", self.issuer), ("epoch", epoch), ("session", session)):
             if value is not None:
                 body[key] = value

@@ -47,13 +47,20 @@ MAX_PENDING_BYTES = 64 * 1024 * 1024
 """What the server has not taken yet; beyond it publishing fails."""
 WATCH_SILENCE_S = 10.0
 """A key-value watch that heard nothing for this long is made anew: nats-py's may be deaf."""
+LOOK_EVERY_S = 10.0
+"""`changes_on` says so at least this often: what tells of a change may have been lost."""
+LOOK_AGAIN_S = (0.02, 0.2, 1.0)
+"""After a message, also: it may be heard before the server has stored it."""
 WATCH_INACTIVE_S = 15.0
 """The server forgets a consumer that nobody listens to after this time."""
 JETSTREAM_TIMEOUT_S = 2.0
 
 _SCHEMES = ("nats", "tls", "ws", "wss")
 _NO_RESPONDERS = "503"
-_NO_MESSAGE, _NO_STREAM = 10037, 10059  # JSNoMessageFoundErr, JSStreamNotFoundErr of nats-server
+# JSNoMessageFoundErr, JSStreamNotFoundErr, JSStreamNameExistErr, and JSStreamWrongLastSequence in two
+# forms, of nats-server.
+_NO_MESSAGE, _NO_STREAM, _STREAM_EXISTS = 10037, 10059, 10058
+_WRONG_SEQUENCE = (10071, 10164)
 _T = TypeVar("_T")
 
 
@@ -95,6 +102,14 @@ class NoJetStream(BusError):
 
 class NoBucket(BusError):
     """The key-value bucket does not exist."""
+
+
+class NoStream(BusError):
+    """The stream does not exist."""
+
+
+class WrongRevision(BusError):
+    """Somebody else changed the key first; nothing was stored."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +154,39 @@ class KvUpdate:
     key: str
     value: bytes | None
     kind: UpdateKind
+
+
+@dataclass(frozen=True, slots=True)
+class KvValue:
+    """What a key holds.
+
+    Attributes:
+        value: None if the key is absent, deleted, expired or empty.
+        revision: for `kv_update`; 0 if nothing was ever stored.
+    """
+
+    value: bytes | None
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A message of a stream."""
+
+    sequence: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """
+    Attributes:
+        created: changes when the stream is deleted and made anew; its numbers begin again then.
+        last: sequence of the last message ever stored, 0 before the first.
+    """
+
+    created: str
+    last: int
 
 
 class _Inlet(asyncio.Queue[Msg]):
@@ -521,31 +569,32 @@ class Bus:
         """Remove a key, which need not exist. Raises as `kv_put`."""
         await self._store(bucket, key, b"", timeout_s, {"KV-Operation": "DEL"})
 
+    async def kv_update(self, bucket: str, key: str, value: bytes, revision: int, timeout_s: float) -> int:
+        """As `kv_put`, but only if the key still has this revision (0: was never stored).
+
+        Raises:
+            WrongRevision: it has another one.
+            NoBucket, NotConnected, Timeout, BusError: as `kv_put`.
+        """
+        headers = {"Nats-Expected-Last-Subject-Sequence": str(revision)}
+        return await self._store(bucket, key, value, timeout_s, headers)
+
     async def kv_get(self, bucket: str, key: str, timeout_s: float = JETSTREAM_TIMEOUT_S) -> bytes | None:
         """The value, or None if the key is absent, deleted, expired or empty.
 
         Raises:
             NoBucket, NotConnected, Timeout, BusError
         """
-        wanted = json.dumps({"last_by_subj": f"$KV.{bucket}.{key}"}).encode()
+        return (await self.kv_read(bucket, key, timeout_s)).value
+
+    async def kv_read(self, bucket: str, key: str, timeout_s: float = JETSTREAM_TIMEOUT_S) -> KvValue:
+        """The value with its revision. Raises as `kv_get`."""
         try:
-            msg = await self._request(f"$JS.API.STREAM.MSG.GET.KV_{bucket}", wanted, timeout_s)
-        except NoResponders:
-            raise NoJetStream(_no_jetstream(self.url)) from None
-        try:
-            answer = json.loads(msg.data)
-            if "error" not in answer:
-                # A deleted or expired key leaves a marker without data.
-                return base64.b64decode(answer["message"].get("data", "")) or None
-            error = answer["error"]
-            if error.get("err_code") == _NO_MESSAGE:
-                return None
-            if error.get("err_code") == _NO_STREAM:
-                raise NoBucket(f"{self.url} has no bucket {bucket}")
-            reason = error.get("description", "no reason given")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            reason = "the answer cannot be read"
-        raise BusError(f"{self.url} did not give {key} of {bucket}: {reason}")
+            found = await self._stored(f"KV_{bucket}", {"last_by_subj": f"$KV.{bucket}.{key}"}, timeout_s)
+        except NoStream:
+            raise NoBucket(f"{self.url} has no bucket {bucket}") from None
+        # A deleted or expired key leaves a marker without data.
+        return KvValue(found.data or None, found.sequence) if found else KvValue(None, 0)
 
     async def kv_entries(self, bucket: str, pattern: str = ">", timeout_s: float = 5.0) -> dict[str, bytes]:
         """All keys that match, with their values.
@@ -616,6 +665,118 @@ class Bus:
                         yield update
             finally:
                 await _stop(watcher)
+
+    def kv_changes(self, bucket: str, key: str) -> AsyncGenerator[None, None]:
+        """As `changes_on`, for one key. Needs no consumer on the server, unlike `kv_watch`."""
+        return self.changes_on(f"$KV.{bucket}.{key}")
+
+    # Streams
+
+    async def ensure_stream(self, name: str, subjects: Sequence[str], max_per_subject: int) -> None:
+        """Create a stream in files unless it exists, with whatever settings.
+
+        Raises:
+            NoJetStream, NotConnected, Timeout, BusError: it may or may not exist now.
+        """
+        with contextlib.suppress(NoStream):
+            await self.stream_info(name)
+            return
+        config = {
+            "name": name,
+            "subjects": list(subjects),
+            "max_msgs_per_subject": max_per_subject,
+            "storage": "file",
+            "retention": "limits",
+            "discard": "old",
+            "num_replicas": 1,
+        }
+        answer = await self._ask_jetstream(f"STREAM.CREATE.{name}", config, JETSTREAM_TIMEOUT_S)
+        error = answer.get("error")
+        if error and error.get("err_code") != _STREAM_EXISTS:
+            raise BusError(f"{self.url} did not create the stream {name}: {_reason(error)}")
+
+    async def stream_info(self, name: str, timeout_s: float = JETSTREAM_TIMEOUT_S) -> StreamInfo:
+        """
+        Raises:
+            NoStream, NoJetStream, NotConnected, Timeout, BusError
+        """
+        answer = await self._ask_jetstream(f"STREAM.INFO.{name}", {}, timeout_s)
+        self._check_stream(name, answer)
+        try:
+            return StreamInfo(str(answer["created"]), int(answer["state"]["last_seq"]))
+        except (KeyError, TypeError, ValueError):
+            raise BusError(f"{self.url} told nothing readable of the stream {name}") from None
+
+    async def stream_publish(
+        self, stream: str, subject: str, data: bytes, timeout_s: float, once: str | None = None
+    ) -> int:
+        """Store a message; its sequence is returned.
+
+        Args:
+            once: a second message with the same text within the server's window (2 minutes) is not
+                stored; the sequence is that of the first.
+
+        Raises:
+            NoStream: and nobody else listens there either.
+            NotConnected, Timeout, TooLarge, BusError: `Timeout` leaves open whether it happened, and
+                comes also if there is no stream but somebody who listens.
+        """
+        headers = {"Nats-Expected-Stream": stream, **({"Nats-Msg-Id": once} if once else {})}
+        try:
+            msg = await self._request(subject, data, timeout_s, headers)
+        except NoResponders:
+            raise NoStream(f"{self.url} has no stream {stream}") from None
+        return self._sequence(msg, f"a message on {subject} in {stream}")
+
+    async def stream_next(
+        self, stream: str, subject: str, after: int, timeout_s: float = JETSTREAM_TIMEOUT_S
+    ) -> Stored | None:
+        """The first message of the subject whose sequence is higher than `after`, if there is one.
+
+        Raises:
+            NoStream, NoJetStream, NotConnected, Timeout, BusError
+        """
+        return await self._stored(stream, {"seq": after + 1, "next_by_subj": subject}, timeout_s)
+
+    async def changes_on(self, subject: str) -> AsyncGenerator[None, None]:
+        """Step when something stored under this subject may have changed, for ever: then look.
+
+        First at once; after each message, more than once, since it may be heard before it is stored;
+        after each reconnect; and every `LOOK_EVERY_S`. No step is made while there is no connection.
+        Close it (`contextlib.aclosing`) when done.
+
+        Raises:
+            NotConnected: the bus was closed.
+        """
+        heard = asyncio.Event()
+        subscription: Subscription | None = None
+        last_link: _Link | None = None
+        looks = iter(LOOK_AGAIN_S)
+        try:
+            while True:
+                await self.wait_connected()
+                link = self._link
+                if link is None or link.ended.done():
+                    await asyncio.sleep(0.01)  # the one who replaces it is about to
+                    continue
+                if subscription is None:
+                    with contextlib.suppress(BusError):
+                        subscription = await self.subscribe(subject, lambda _: heard.set())
+                if heard.is_set() or link is not last_link:
+                    heard.clear()
+                    last_link = link
+                    looks = iter(LOOK_AGAIN_S)
+                yield
+                waiting = asyncio.ensure_future(heard.wait())
+                ends: set[asyncio.Future[Any]] = {waiting, link.ended}
+                try:
+                    wait_s = next(looks, LOOK_EVERY_S)
+                    await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
+        finally:
+            if subscription is not None:
+                await subscription.unsubscribe()
 
     # The end
 
@@ -881,14 +1042,52 @@ class Bus:
             msg = await self._request(f"$KV.{bucket}.{key}", value, timeout_s, headers)
         except NoResponders:
             raise NoBucket(f"{self.url} has no bucket {bucket}") from None
+        return self._sequence(msg, f"{key} in {bucket}")
+
+    def _sequence(self, msg: Msg, what: str) -> int:
+        """What the server says of a message that was to be stored."""
         try:
             answer = json.loads(msg.data)
             if "error" not in answer:
                 return int(answer["seq"])
-            reason = answer["error"].get("description", "no reason given")
+            reason, code = _reason(answer["error"]), answer["error"].get("err_code")
         except (ValueError, KeyError, TypeError, AttributeError):
-            reason = "the answer cannot be read"
-        raise BusError(f"{self.url} did not store {key} in {bucket}: {reason}")
+            reason, code = "the answer cannot be read", None
+        if code in _WRONG_SEQUENCE:
+            raise WrongRevision(f"{what} has changed meanwhile")
+        raise BusError(f"{self.url} did not store {what}: {reason}")
+
+    async def _stored(self, stream: str, wanted: Mapping[str, Any], timeout_s: float) -> Stored | None:
+        answer = await self._ask_jetstream(f"STREAM.MSG.GET.{stream}", wanted, timeout_s)
+        if (answer.get("error") or {}).get("err_code") == _NO_MESSAGE:
+            return None
+        self._check_stream(stream, answer)
+        try:
+            message = answer["message"]
+            return Stored(int(message["seq"]), base64.b64decode(message.get("data", "")))
+        except (KeyError, TypeError, ValueError):
+            raise BusError(f"{self.url} gave no readable message of {stream}") from None
+
+    async def _ask_jetstream(self, what: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            msg = await self._request(f"$JS.API.{what}", json.dumps(body).encode(), timeout_s)
+        except NoResponders:
+            raise NoJetStream(_no_jetstream(self.url)) from None
+        try:
+            answer = json.loads(msg.data)
+            if not isinstance(answer, dict) or not isinstance(answer.get("error", {}), dict):
+                raise ValueError
+        except ValueError:
+            raise BusError(f"{self.url} gave no readable answer to {what}") from None
+        return answer
+
+    def _check_stream(self, name: str, answer: Mapping[str, Any]) -> None:
+        error = answer.get("error")
+        if not error:
+            return
+        if error.get("err_code") == _NO_STREAM:
+            raise NoStream(f"{self.url} has no stream {name}")
+        raise BusError(f"{self.url}, asked about {name}: {_reason(error)}")
 
     async def _bucket(self, link: _Link, name: str) -> KeyValue:
         if name not in link.buckets:
@@ -975,6 +1174,10 @@ async def _cancellable(call: Coroutine[Any, Any, _T]) -> _T:
         if not task.done():
             task.cancel()
     return task.result()
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    return str(error.get("description", "no reason given"))
 
 
 def _no_jetstream(url: str) -> str:

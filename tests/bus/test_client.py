@@ -9,11 +9,23 @@ import msgspec
 import pytest
 
 from bus import subjects
+from bus.announce import Announcements
 from bus.client import Client, CommandFailed, NoAnswer
-from bus.codec import Format, decode_command, encode
+from bus.codec import Format, decode_announcement, decode_command, encode
 from bus.connection import Bus, BusError, Message, Timeout
 from bus.discovery import Announcer
-from bus.messages import Command, ErrorBody, ErrorCode, InstanceEntry, Reply, Snapshot, Verb, parse_args
+from bus.messages import (
+    Announcement,
+    Command,
+    ErrorBody,
+    ErrorCode,
+    InstanceEntry,
+    Manifest,
+    Reply,
+    Snapshot,
+    Verb,
+    parse_args,
+)
 from tests.broker import NatsServer, eventually, free_port
 from tests.bus.conftest import Connect
 
@@ -358,3 +370,37 @@ async def test_wait_for_a_settled_state(client: Client, scripted: StartScripted)
     assert (await waiting).seq == 3
     with pytest.raises(Timeout, match="showed nothing"):
         await client.wait_for("nobody", timeout_s=0.1)
+
+
+async def test_a_new_epoch_goes_with_every_command(client: Client, scripted: StartScripted) -> None:
+    engine = await scripted("a")
+    await client.instance("a").pause()
+    assert await client.new_epoch() == 1
+    await client.instance("a").pause()
+    await client.instance("a").resume(epoch=7)
+    await client.send_all("resume").run()
+    async with client.instance("a").weight_update():
+        pass
+    assert [command.epoch for _, command in engine.got] == [None, 1, 7, 1, 1, 1]
+    assert await client.new_epoch() == 2
+
+
+async def test_announcing(client: Client) -> None:
+    assert await client.announce("v1", [{"path": "/v1"}], manifest={"parameters": 3}, id="mine") == 1
+    assert client.epoch == 1
+    assert await client.announce("v2", [[{"path": "/0"}, {"path": "/1"}]], epoch=5) == 2
+    first, second = [
+        decode_announcement(stored.data)
+        for stored in await Announcements(client.bus, "default", "backend").stored()
+    ]
+    assert first == Announcement(
+        id="mine",
+        epoch=1,
+        version="v1",
+        updates=[{"path": "/v1"}],
+        manifest=Manifest(parameters=3),
+        issuer="trainer",
+    )
+    assert (second.epoch, second.updates) == (5, [[{"path": "/0"}, {"path": "/1"}]])
+    with pytest.raises(ValueError, match="cache"):
+        await client.announce("v3", [], cache="salted")  # type: ignore[arg-type]
