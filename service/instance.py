@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from bus import subjects
+from bus.announce import Announcements
 from bus.connection import Bus, BusError, Message
 from bus.discovery import Announcer
+from bus.epochs import Epochs
 from bus.messages import Snapshot
 from service.control import Control
 from service.ending import Ending, first
 from service.engine import process as host
 from service.engine.process import EngineProcess
 from service.engine.protocol import EngineDied, EngineError, HostSettings
+from service.follower import Follower
 from service.health_server import HealthServer
 from service.metrics import Metrics
 from service.report import EngineOutput, complain
@@ -80,7 +83,8 @@ class Instance:
         self._engine = EngineProcess(
             HostSettings(kind, settings.model, list(settings.engine_args)), http, folder, self._output.line
         )
-        sessions = Sessions(self._raise_epoch)
+        self._epochs = Epochs(bus, me.namespace, me.component, on_rise=self._epoch_rose)
+        self._sessions = sessions = Sessions(self._epochs.note)
         self._life = Lifecycle(frozenset(settings.withdraw_on_pause))
         self._outside = Outside(
             me,
@@ -117,6 +121,15 @@ class Instance:
             settings.health_timeout_s,
             called=metrics.call,
         )
+        self._follower = Follower(
+            Announcements(bus, me.namespace, me.component),
+            sessions,
+            self._life,
+            self._runner.post,
+            transfer=lambda: self._life.facts.weight_transfer,
+        )
+        self._outside.on_change = self._follower.poke
+        self._outside.trouble = lambda: self._follower.trouble
         self._refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._engine_lost = asyncio.Event()
 
@@ -124,6 +137,10 @@ class Instance:
 
     async def open(self) -> None:
         """Be there for commands and probes, and say so."""
+        await self._epochs.start()
+        self._resources.register("epochs", self._epochs.close)
+        await self._follower.prime()
+        self._spawn("announcements", self._follower.run())
         self._spawn("replies", self._send_replies())
         self._spawn("key renewal", self._announcer.run(self._outside.snapshot))
         me = self._me
@@ -176,8 +193,10 @@ class Instance:
 
         self._spawn("simulate", simulate())
 
-    def _raise_epoch(self, epoch: int) -> None:
-        """Keep it for all instances of the component, and for later lives of this one."""
+    def _epoch_rose(self, epoch: int) -> None:
+        """Another instance, or an earlier life, has seen a higher epoch."""
+        self._sessions.see_epoch(epoch, ours=False)
+        self._runner.wake()
 
     def connected_again(self) -> None:
         """Our keys are put right before any command runs."""
@@ -257,7 +276,8 @@ class Instance:
                 self._output.open()
                 self._outside.engine = event.info
                 log.info("engine loaded in %.1f s", time.monotonic() - started)
-                self._runner.post(ev.EngineLoaded(event.info.weight_transfer))
+                loaded = ev.EngineLoaded(event.info.weight_transfer, stale=self._follower.behind)
+                self._runner.post(loaded)
             case host.InFlight():
                 self._outside.count(event.count)
                 self._metrics.in_flight(event.count)

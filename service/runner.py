@@ -122,6 +122,10 @@ class Runner:
 
     def release_commands(self) -> None:
         self._may_run.set()
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again at what waits."""
         self._inbox.put_nowait(asyncio.get_running_loop().create_future())
 
     async def caught_up(self) -> None:
@@ -324,7 +328,7 @@ class Runner:
             await asyncio.sleep(LEASE_TICK_S)
             expires_s = self._control.sessions.next_expiry_s()
             if expires_s is not None and expires_s <= time.monotonic():
-                self._inbox.put_nowait(asyncio.get_running_loop().create_future())
+                self.wake()
 
     async def _sweep(self) -> None:
         """End what was let in just before the gate closed and reached the engine after the pause.

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from bus import messages, subjects
@@ -43,6 +43,8 @@ class Outside:
 
     Attributes:
         in_flight: inference requests accepted and not yet ended.
+        on_change: called after each published change.
+        trouble: why the version that the component requires could not be applied.
         engine: once it is loaded.
     """
 
@@ -58,6 +60,8 @@ class Outside:
     unready_since_s: float = field(default_factory=time.monotonic)
     metrics: Metrics = field(default_factory=Metrics)
     sessions: Sessions = field(default_factory=Sessions)
+    on_change: Callable[[], None] = lambda: None
+    trouble: Callable[[], str | None] = lambda: None
     _chunk_s: float | None = None
     _busy_s: float = float("-inf")
     _seq: int = 0
@@ -112,6 +116,7 @@ class Outside:
         self._seq += 1
         self.metrics.state(picture.state, picture.ready, picture.live, picture.weights.good)
         await self.announce()
+        self.on_change()
         log.info("%s", _line(picture, cause))
 
     async def progress(self, seconds: float) -> None:
@@ -171,7 +176,7 @@ class Outside:
             ready=picture.ready,
             live=picture.live,
             settled=picture.settled,
-            reasons=[*picture.reasons, *([] if self.bus.connected else [UNREACHABLE])],
+            reasons=self._reasons(),
             paused=self._paused(),
             sleep=_sleep(picture),
             weight_update=self._weight_update(),
@@ -188,6 +193,11 @@ class Outside:
             ),
             addresses=messages.Addresses(grpc=me.grpc, http=me.http, admin=me.admin),
         )
+
+    def _reasons(self) -> list[str]:
+        trouble = None if self.picture.ready else self.trouble()
+        unreachable = None if self.bus.connected else UNREACHABLE
+        return [*self.picture.reasons, *filter(None, (trouble, unreachable))]
 
     def _weight_update(self) -> messages.WeightUpdate | None:
         update = self.picture.weight_update
