@@ -71,25 +71,24 @@ class Fleet:
         self._shared: Served | None = None
         self._spare: Served | None = None
 
-    async def start(self, model: str, *options: str) -> Served:
-        """One whose model loads."""
-        served = await Served.start(
-            self._folder, self._models / model, self._client, self._http, self._broker.url, *options
-        )
+    async def _start(self, model: str, client: Client) -> Served:
+        served = await Served.start(self._folder, self._models / model, client, self._http, self._broker.url)
         self._started.append(served)
-        return served
+        return await served.loaded()
 
     async def shared(self) -> Served:
         """One that serves the weights of `a`; another one if a test did not leave it so."""
         if self._shared is None or not await is_as_started(self._shared):
             if self._shared is not None:
                 await self._shared.close()
-            self._shared = await (await self.start("a")).loaded()
+            self._shared = await self._start("a", self._client)
         return self._shared
 
     async def of_b(self) -> Served:
-        if self._spare is None or not await is_as_started(self._spare):
-            self._spare = await (await self.start("b")).loaded()
+        """One of another component, so that nobody takes it for the one that is shared."""
+        if self._spare is None:
+            client = Client(self._client.bus, component="fresh", issuer="integration")
+            self._spare = await self._start("b", client)
         return self._spare
 
     async def doomed(self) -> Served:
@@ -98,7 +97,7 @@ class Fleet:
             if served is not None and await is_as_started(served):
                 break
         else:
-            served = await (await self.start("a")).loaded()
+            served = await self._start("a", self._client)
         if served is self._spare:
             self._spare = None
         if served is self._shared:

@@ -92,7 +92,8 @@ class Answer:
 
     Attributes:
         status: of HTTP, once it is known.
-        tokens: the text of each.
+        tokens: the text of each; of several at once, where they came faster than they were read.
+        count: how many there were, once it has ended well.
         error: what came instead of a good end.
         ended_s: monotonic reading.
     """
@@ -101,6 +102,7 @@ class Answer:
         self.status: int | None = None
         self.headers: Mapping[str, str] = {}
         self.tokens: list[str] = []
+        self.count: int | None = None
         self.finish_reason: str | None = None
         self.error: dict[str, Any] | None = None
         self.ended_s: float | None = None
@@ -167,10 +169,12 @@ class Answer:
         if "error" in message:
             self.error = message["error"]
             return
-        choice = message["choices"][0]
-        if choice["text"]:
-            self.tokens.append(choice["text"])
-        self.finish_reason = choice["finish_reason"] or self.finish_reason
+        if message.get("usage"):
+            self.count = message["usage"]["completion_tokens"]
+        for choice in message["choices"]:
+            if choice["text"]:
+                self.tokens.append(choice["text"])
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
         self._changed.set()
 
     def __repr__(self) -> str:
@@ -204,13 +208,7 @@ class Served:
 
     @classmethod
     async def start(
-        cls,
-        folder: Path,
-        model: Path,
-        client: Client,
-        http: aiohttp.ClientSession,
-        nats_url: str,
-        *options: str,
+        cls, folder: Path, model: Path, client: Client, http: aiohttp.ClientSession, nats_url: str
     ) -> "Served":
         """Start one and wait until it is there for probes and commands; its model loads then."""
         name = f"it-{secrets.token_hex(4)}"
@@ -220,7 +218,7 @@ class Served:
             *("serve", str(model), "--instance", name, "--nats", nats_url, "--ready-file", str(ready)),
             *("--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"),
             *("--admin-address", "127.0.0.1:0", "--grace-period-s", "0.5"),
-            *options,
+            *("--namespace", client.namespace, "--component", client.component),
             *("--", "--enable-scale-out", *ENGINE_ARGS),
         )
         try:
@@ -286,7 +284,8 @@ class Served:
 
     def stream(self, prompt: str = PROMPT, max_tokens: int = 60, **more: Any) -> Answer:
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        return Answer().read(self._http, f"http://{self.http}/v1/completions", body | {"stream": True} | more)
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        return Answer().read(self._http, f"http://{self.http}/v1/completions", body | streamed | more)
 
     async def complete(self, prompt: str = PROMPT, max_tokens: int = 60) -> str:
         answer = await self.stream(prompt, max_tokens).end()

@@ -211,7 +211,7 @@ async def test_what_was_frozen_goes_on_with_new_weights(served: Served, client: 
         await update.load({"path": str(models / "b")})
         assert await answer.stands_still() == frozen_at < 400
     await answer.end()
-    assert (answer.finish_reason, len(answer.tokens)) == ("length", 400)
+    assert (answer.finish_reason, answer.count) == ("length", 400)
     assert whole.startswith(so_far) and answer.text.startswith(so_far)
     assert answer.text != whole
     await served.update(models / "a", "a")

@@ -83,7 +83,7 @@ async def test_readiness_discovery_and_a_completion(served: Served, client: Clie
     assert entry.weight_version == state.weights.version
 
     answer = await served.stream(PROMPT, max_tokens=20).end()
-    assert (answer.status, answer.finish_reason, len(answer.tokens)) == (200, "length", 20)
+    assert (answer.status, answer.finish_reason, answer.count) == (200, "length", 20)
     models = await served.get("/v1/models")
     assert [model["id"] for model in models["data"]] == [served.model]
 
