@@ -23,9 +23,10 @@ from service.engine import process as host
 from service.engine.process import EngineProcess
 from service.engine.protocol import EngineDied, EngineError, HostSettings
 from service.follower import Follower
+from service.front_desk import FrontDesk
 from service.health_server import HealthServer
 from service.metrics import Metrics
-from service.report import EngineOutput, complain
+from service.report import EngineOutput, complain, welcome
 from service.runner import Runner
 from service.sessions import Sessions
 from service.settings import ServeSettings, SettingsError
@@ -128,10 +129,26 @@ class Instance:
             self._runner.post,
             transfer=lambda: self._life.facts.weight_transfer,
         )
-        self._outside.on_change = self._follower.poke
+        self._outside.on_change = self._changed
         self._outside.trouble = lambda: self._follower.trouble
+        self.desk = FrontDesk(
+            self._control.submit,
+            self._outside.snapshot,
+            lambda: self._outside.engine,
+            self._engine,
+            self._session_began_bad,
+            settings.call_timeouts_s["init"],
+        )
         self._refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._engine_lost = asyncio.Event()
+        self._welcomed = False
+
+    def _changed(self) -> None:
+        self._follower.poke()
+        if self._outside.picture.ready and not self._welcomed:
+            self._welcomed = True
+            engine = self._outside.engine
+            welcome(self._me, engine.model if engine else self._settings.model, self._bus.url)
 
     # --- the beginning --------------------------------------------------------------------------
 
@@ -197,6 +214,10 @@ class Instance:
         """Another instance, or an earlier life, has seen a higher epoch."""
         self._sessions.see_epoch(epoch, ours=False)
         self._runner.wake()
+
+    def _session_began_bad(self) -> bool:
+        session = self._life.facts.session
+        return session is not None and session.bad_before is not None
 
     def connected_again(self) -> None:
         """Our keys are put right before any command runs."""

@@ -1,7 +1,11 @@
 """What a person at the terminal sees: our log and the engine's on stdout, what ends us on stderr."""
 
+import json
 import logging
 import sys
+from pathlib import Path
+
+from service.traffic import Identity
 
 
 def log_to_stdout() -> None:
@@ -9,6 +13,27 @@ def log_to_stdout() -> None:
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", force=True
     )
     logging.getLogger("transitions").setLevel(logging.WARNING)  # it reports every event
+
+
+def welcome(me: Identity, model: str, nats: str) -> None:
+    """Tell a person at the terminal where everything is, and what to try next."""
+    command = sys.argv[0] if Path(sys.argv[0]).name == "watchkeeper" else "watchkeeper"
+    broker = "" if nats == "nats://127.0.0.1:4222" else f" --nats {nats}"
+    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 16})
+    print(
+        f"""
+{me.instance} is ready.
+    OpenAI API    http://{me.http}/v1
+    gRPC health   {me.grpc}
+    admin         http://{me.admin}
+    NATS          {nats}
+Try next, in another terminal:
+    curl http://{me.http}/v1/completions -H 'Content-Type: application/json' -d '{body}'
+    {command} pause --instance {me.instance} --mode keep{broker}
+    {command} probe {me.grpc} readiness
+""",
+        flush=True,
+    )
 
 
 def complain(text: str) -> None:
