@@ -35,8 +35,8 @@ reports the number in flight within 10 ms."""
 PROGRESS_S = 0.5
 """A long chunk is reported at most this often (the trainer's own rhythm is that of its chunks)."""
 
-LEASE_TICK_S = 0.1
-"""How exactly the end of a lease is noticed."""
+LEASE_TICK_S, IDLE_TICK_S = 0.1, 0.5
+"""How exactly the end of a lease is noticed, and how often one is looked for while there is none."""
 
 GATE_LIMIT_S = 1.0
 """An order to the host's admission gate takes well under a millisecond; a host that does not take
@@ -325,8 +325,8 @@ class Runner:
     async def _watch_leases(self) -> None:
         """Wake the writer when a lease runs out."""
         while True:
-            await asyncio.sleep(LEASE_TICK_S)
             expires_s = self._control.sessions.next_expiry_s()
+            await asyncio.sleep(LEASE_TICK_S if expires_s is not None else IDLE_TICK_S)
             if expires_s is not None and expires_s <= time.monotonic():
                 self.wake()
 

@@ -378,8 +378,10 @@ class Lifecycle:
                 return ["the engine is loading"]
             case State.FAILED:
                 return [f"the engine failed: {facts.failure}"]
-            case State.SHUTTING_DOWN | State.STOPPED:
-                return ["shutting down"]
+            case State.SHUTTING_DOWN:
+                return [f"shutting down: {facts.stage}" if facts.stage else "shutting down"]
+            case State.STOPPED:
+                return ["stopped"]
         reasons = []
         if self._operation:
             reasons.append(f"{self._operation.cause.verb} is under way")
