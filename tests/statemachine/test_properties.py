@@ -230,5 +230,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert picture.state is not State.ASLEEP or facts.asleep == tuple(Tag)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestAnyOrder = AnyOrder.TestCase
