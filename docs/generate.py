@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from bus import codec, discovery, messages, subjects
+from bus import announce, codec, discovery, messages, subjects
 from bus.messages import ARGS, ErrorCode, Verb
 from service import control, ending, settings
 from service.engine import simulated
@@ -286,6 +286,10 @@ def reply_fields() -> str:
     return _fields(messages.Reply, "reply", defaults=False)
 
 
+def announcement_fields() -> str:
+    return _fields(messages.Announcement, "announcement")
+
+
 def error_fields() -> str:
     return _fields(messages.ErrorBody, "error", defaults=False)
 
@@ -322,6 +326,7 @@ def limits() -> str:
         "marker-s": f"{discovery.MARKER_TTL_S:g} s",
         "delete-s": f"{discovery.DELETE_TIMEOUT_S:g} s",
         "grace-s": f"{discovery.GRACE_S:g} s",
+        "announcements": str(announce.KEPT),
     }
     said = words("limits", found)
     return rows(("limit", "value"), ((said[key], value) for key, value in found.items()))
@@ -478,6 +483,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "verb-args": verb_args,
     "manifest-fields": manifest_fields,
     "reply-fields": reply_fields,
+    "announcement-fields": announcement_fields,
     "error-fields": error_fields,
     "errors": errors,
     "snapshot-fields": snapshot_fields,
