@@ -182,7 +182,7 @@ class Client:
         if epoch is None:
             epoch = self.epoch if self.epoch is not None else await self.new_epoch()
         fields = {
-            "id": id or _new_id(),
+            "id": id or new_id(),
             "epoch": epoch,
             "version": version,
             "updates": list(updates),
@@ -271,22 +271,24 @@ class Client:
         """
         return Gathering(self, Verb(verb), dict(args or {}), wait_s, id, epoch, session)
 
-    def _message(
+    def body(
         self,
         id: str,
         args: Mapping[str, Any],
-        timeout_s: float,
+        deadline: float,
         epoch: int | None = None,
         session: str | None = None,
     ) -> bytes:
-        body: JsonMap = {"id": id, "deadline": time.time() + timeout_s, "args": dict(args)}
+        """A control message."""
+        body: JsonMap = {"id": id, "deadline": deadline, "args": dict(args)}
         epoch = self.epoch if epoch is None else epoch
         for key, value in (("issuer", self.issuer), ("epoch", epoch), ("session", session)):
             if value is not None:
                 body[key] = value
         return encode(body, Format.MSGPACK)
 
-    def _subject(self, instance: str, verb: Verb) -> str:
+    def subject(self, instance: str, verb: Verb) -> str:
+        """Where it goes; `instance` may be `subjects.ALL`."""
         return subjects.control(self.namespace, self.component, instance, verb.value)
 
     @contextlib.asynccontextmanager
@@ -329,7 +331,7 @@ class Gathering:
         session: str | None,
     ) -> None:
         self.verb = verb
-        self.id = id or _new_id()
+        self.id = id or new_id()
         self.replies: dict[str, Reply] = {}
         self.expected: frozenset[str] = frozenset()
         self._client, self._args, self._wait_s = client, args, wait_s
@@ -359,8 +361,8 @@ class Gathering:
         client = self._client
         states = await client.states()
         self.expected = frozenset(name for name, last in states.items() if last.state != StateName.STOPPED)
-        data = client._message(self.id, self._args, self._wait_s, self._epoch, self._session)
-        answers = client.bus.scatter(client._subject(subjects.ALL, self.verb), data, self._wait_s)
+        data = client.body(self.id, self._args, time.time() + self._wait_s, self._epoch, self._session)
+        answers = client.bus.scatter(client.subject(subjects.ALL, self.verb), data, self._wait_s)
         async with contextlib.aclosing(answers):
             async for answer in answers:
                 try:
@@ -511,9 +513,11 @@ class Instance:
         """Send any verb. Arguments that are None are left to the instance's defaults."""
         verb = Verb(verb)
         timeout_s = options.get("timeout_s", TIMEOUT_S)
-        id = options.get("id") or _new_id()
+        id = options.get("id") or new_id()
         given = {key: value for key, value in (args or {}).items() if value is not None}
-        data = self.client._message(id, given, timeout_s, options.get("epoch"), options.get("session"))
+        data = self.client.body(
+            id, given, time.time() + timeout_s, options.get("epoch"), options.get("session")
+        )
         reply = await self._request(verb, data, id, timeout_s)
         if not reply.ok and options.get("check", True):
             raise CommandFailed(verb.value, reply)
@@ -528,7 +532,7 @@ class Instance:
                     await bus.wait_connected()
         except TimeoutError:
             raise NoAnswer(verb.value, self.name, id, f"no broker for {timeout_s:g} s", False) from None
-        subject = self.client._subject(self.name, verb)
+        subject = self.client.subject(self.name, verb)
         try:
             while True:
                 try:
@@ -548,7 +552,7 @@ class Instance:
 
     async def _certainly(self, verb: Verb, args: JsonMap, **options: Unpack[Options]) -> Reply:
         """As `send`, and a reply that does not come is asked for once more under the same id."""
-        options["id"] = _new_id()
+        options["id"] = new_id()
         try:
             return await self.send(verb, args, **options)
         except NoAnswer as lost:
@@ -590,5 +594,5 @@ class WeightUpdate:
             logger.warning("the session may still be open: %s", error)
 
 
-def _new_id() -> str:
+def new_id() -> str:
     return secrets.token_hex(12)

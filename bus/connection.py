@@ -84,6 +84,10 @@ class NotConnected(BusError):
     """There is no connection now; a new one is being tried, unless the bus is closed."""
 
 
+class Interrupted(BusError):
+    """The connection was lost before the answer came; what was asked may or may not have happened."""
+
+
 class NoResponders(BusError):
     """Nobody listens on the subject."""
 
@@ -457,15 +461,22 @@ class Bus:
         if reply:
             await self.publish(reply, data)
 
-    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+    async def request(
+        self, subject: str, data: bytes, timeout_s: float, over_reconnect: bool = True
+    ) -> bytes:
         """Send a message and wait for the first answer, also over a reconnect.
+
+        Args:
+            over_reconnect: False if it may be repeated: an answer that was given while we were not
+                connected is lost, so it does not wait longer than the connection lasts.
 
         Raises:
             NoResponders: nobody listens.
             Timeout: no answer in time; the request may still be carried out.
+            Interrupted: the connection was lost meanwhile; only without `over_reconnect`.
             NotConnected, TooLarge, BusError: nothing was sent.
         """
-        return (await self._request(subject, data, timeout_s)).data
+        return (await self._request(subject, data, timeout_s, over_reconnect=over_reconnect)).data
 
     async def scatter(
         self, subject: str, data: bytes, timeout_s: float, expected: int | None = None
@@ -999,7 +1010,12 @@ class Bus:
             raise BusError(f"cannot publish to {subject}: {_text(error)}") from None
 
     async def _request(
-        self, subject: str, data: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
+        self,
+        subject: str,
+        data: bytes,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        over_reconnect: bool = True,
     ) -> Msg:
         answer: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
 
@@ -1008,12 +1024,15 @@ class Bus:
                 answer.set_result(msg)
 
         with self._inbox_for(arrived) as reply:
-            await self._publish(self._usable(), subject, data, reply, headers)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    msg = await answer
-            except TimeoutError:
-                raise Timeout(f"no answer on {subject} in {timeout_s:g} s") from None
+            link = self._usable()
+            await self._publish(link, subject, data, reply, headers)
+            ends: set[asyncio.Future[Any]] = {answer} if over_reconnect else {answer, link.ended}
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                if not over_reconnect and link.ended.done():
+                    raise Interrupted(f"the connection to {self.url} was lost")
+                raise Timeout(f"no answer on {subject} in {timeout_s:g} s")
+            msg = answer.result()
         if msg is None:
             raise NotConnected("the bus was closed")
         if _is_no_responders(msg):
