@@ -1,7 +1,8 @@
 """What vLLM cannot tell or do, added to it through its `vllm.general_plugins` entry point.
 
 vLLM calls `register` in the host, in EngineCore and in every Worker. A vLLM of somebody else that
-finds watchkeeper installed gets the weight-transfer backend `file` and four unused methods, no more.
+finds watchkeeper installed gets the weight-transfer backends `file` and `gloo` and four unused methods,
+no more.
 
 Worker calls go through `_on_every_worker`: vLLM's own `collective_rpc` leaves the other workers'
 replies unread when one fails, and each later call then reads the reply of the one before.
@@ -19,6 +20,7 @@ HOST_PID_VARIABLE = "WATCHKEEPER_HOST_PID"
 """Set by the engine host: its children are to die with their parent."""
 
 BACKEND = "file"
+GLOO = "gloo"
 
 # The methods added to EngineCore, called by name as utilities.
 ASK = "watchkeeper_ask"
@@ -38,16 +40,29 @@ def register() -> None:
     if os.environ.get(HOST_PID_VARIABLE):
         _die_with_parent()
 
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.engine.core import EngineCore
 
     for name, method in ((ASK, _ask), (WAKE, _wake), (WEIGHTS, _weights), (PROCESSES, _processes)):
         setattr(EngineCore, name, method)
-    # Registered already: this is not the first call, or somebody else has a backend of that name.
-    with contextlib.suppress(ValueError):
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "service.engine.vllm_weights", "FileWeightTransferEngine"
-        )
+    register_backends()
+
+
+def register_backends() -> None:
+    """Tell vLLM's factories of ours; nothing of a backend is imported before it is chosen."""
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+
+    gloo = "service.engine.vllm_gloo"
+    for factory, backend in (
+        (WeightTransferEngineFactory, (BACKEND, "service.engine.vllm_weights", "FileWeightTransferEngine")),
+        (WeightTransferEngineFactory, (GLOO, gloo, "GlooWeightTransferEngine")),
+        (WeightTransferTrainerFactory, (GLOO, gloo, "GlooTrainerWeightTransferEngine")),
+    ):
+        # Registered already: this is not the first call, or somebody else has a backend of that name.
+        with contextlib.suppress(ValueError):
+            factory.register_engine(*backend)
 
 
 def _die_with_parent() -> None:
