@@ -378,8 +378,8 @@ class Listener:
         missed = 0
         if known is not None and known.incarnation == snapshot.incarnation:
             self._heard[subjects.STATES_BUCKET, name] = now
-            # Progress and renewals keep the number.
-            if (snapshot.seq, snapshot.time) <= (known.seq, known.time):
+            # Progress and renewals keep the number; what they bring is news all the same.
+            if (snapshot.seq, snapshot.time) < (known.seq, known.time) or snapshot == known:
                 return
             missed = max(0, snapshot.seq - known.seq - 1)
         elif known is not None:

@@ -282,6 +282,28 @@ def events(config: str | None, **flags: Any) -> int:
     return commands.print_events(loaded)
 
 
+@cli.command(
+    cls=_Command,
+    examples="""
+    watchkeeper watch
+    watchkeeper watch --component policy --once
+    """,
+)
+@click.option("--once", is_flag=True, help="Print the table and exit.")
+@_declare(settings.CLIENT_OPTIONS)
+def watch(once: bool, config: str | None, **flags: Any) -> int:
+    """Show all instances of a component as a live table.
+
+    It is redrawn at each state event until interrupted. Without a terminal each change is a line.
+
+    Exit codes: 0 interrupted, or with --once all went well, 2 wrong usage or no broker.
+    """
+    loaded = settings.load_client(flags, config=config)
+    from service import watch as watching
+
+    return watching.watch(loaded, once)
+
+
 # --- commands to instances -----------------------------------------------------------------------
 
 _MODES = click.Choice(("abort", "wait", "keep"))
@@ -521,6 +543,95 @@ def finish_weight_update(
 def abort_weight_update() -> dict[str, Any]:
     """Give the session up: undone if nothing was loaded, else the weights count as tainted."""
     return {}
+
+
+class _EpochParameter(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
+    """A number, or `new`."""
+
+    name = "N|new"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "new" or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor 'new'", param, ctx)
+
+
+@cli.command(
+    cls=_Command,
+    examples="""
+    watchkeeper announce --version step-200 --path /models/step-200
+    watchkeeper announce --version step-200 --update-info @chunk.json --epoch new
+    """,
+)
+@click.option("--version", "version_", required=True, help="What the weights are called from now on.")
+@click.option(
+    "--update-info", type=_JSON, multiple=True, help="One chunk, as the backend wants it; repeatable."
+)
+@click.option(
+    "--path",
+    multiple=True,
+    help="Short for the file backend's {path}: safetensors, a file or a directory of them; repeatable.",
+)
+@click.option(
+    "--epoch",
+    type=_EpochParameter(),
+    help="Trainer epoch; 'new' takes one above all others.  [default: the highest so far]",
+)
+@click.option("--init-info", type=_JSON, help="Prepares the backend first, if given.")
+@click.option("--pause-mode", type=_MODES, help=f"{_MODE_HELP}  [default: keep]")
+@click.option(
+    "--cache",
+    type=click.Choice(("clear", "keep")),
+    help="What becomes of the prefix cache.  [default: clear]",
+)
+@click.option("--manifest", type=_JSON, help="What must have arrived: {parameters, names_sha256, chunks}.")
+@_lease
+@click.option("--id", metavar="ID", help="Of the announcement, for events and logs.  [default: a new one]")
+@click.option("--issuer", metavar="TEXT", help="Who announces, for events and logs.  [default: user@host]")
+@_declare(settings.CLIENT_OPTIONS)
+def announce(
+    version_: str,
+    update_info: tuple[Any, ...],
+    path: tuple[str, ...],
+    epoch: int | str | None,
+    init_info: Any,
+    pause_mode: str | None,
+    cache: str | None,
+    manifest: Any,
+    lease_s: float | None,
+    id: str | None,
+    issuer: str | None,
+    config: str | None,
+    **broker: Any,
+) -> int:
+    """Announce a weight version to all instances of a component.
+
+    Each applies it by itself, also one that starts later. See with watch when they have it.
+
+    Exit codes: 0 announced, 2 wrong usage or no broker.
+    """
+    if bool(update_info) == bool(path):
+        raise click.UsageError("say either --update-info JSON or --path PATH")
+    loaded = settings.load_client(broker, config=config)
+    from service import commands
+
+    given = {
+        "version": version_,
+        "updates": [{"path": os.path.abspath(each)} for each in path] or list(update_info),
+        "epoch": None if epoch == "new" else epoch,
+        "init_info": init_info,
+        "pause_mode": pause_mode,
+        "cache": cache,
+        "manifest": manifest,
+        "lease_s": lease_s,
+        "id": id,
+        "issuer": issuer,
+    }
+    announcement = {key: value for key, value in given.items() if value is not None}
+    return commands.announce(loaded, announcement, epoch == "new")
 
 
 @_verb(

@@ -16,6 +16,7 @@ import msgspec
 from bus import subjects
 from bus.client import Client, Instance, NoAnswer
 from bus.connection import Bus, BusError
+from bus.epochs import highest_epoch
 from bus.messages import BadArguments, Reply, Snapshot, StateName, Verb, parse_args
 from service.broker import credentials
 from service.settings import BrokerSettings, ClientSettings, SettingsError
@@ -107,8 +108,39 @@ def print_events(settings: ClientSettings) -> int:
     return ALL_OK
 
 
+def announce(settings: ClientSettings, announcement: Mapping[str, Any], new_epoch: bool) -> int:
+    """Announce a weight version, and say so.
+
+    Args:
+        announcement: what `Client.announce` takes; without an epoch the highest so far is used.
+        new_epoch: take a new epoch instead.
+
+    Raises:
+        SettingsError: it is no announcement, or the broker cannot be used.
+    """
+    try:
+        asyncio.run(_announce(settings, dict(announcement), new_epoch))
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    return ALL_OK
+
+
+async def _announce(settings: ClientSettings, announcement: dict[str, Any], new_epoch: bool) -> None:
+    issuer = announcement.pop("issuer", None) or _default_issuer()
+    async with connect(settings, "watchkeeper announce") as bus:
+        client = Client(bus, settings.namespace, settings.component, issuer)
+        if new_epoch:
+            await client.new_epoch()
+        elif announcement.get("epoch") is None:
+            client.epoch = await highest_epoch(bus, settings.namespace, settings.component)
+        sequence = await client.announce(**announcement)
+        epoch = announcement.get("epoch")
+        told = f"announced {announcement['version']} to {settings.namespace}.{settings.component}"
+        click.echo(f"{told}: epoch {client.epoch if epoch is None else epoch}, sequence {sequence}")
+
+
 async def _send(settings: ClientSettings, order: Order, wait_s: float, answers: list[_Answer]) -> None:
-    async with _connect(settings, f"watchkeeper {order.verb}") as bus:
+    async with connect(settings, f"watchkeeper {order.verb}") as bus:
         client = Client(bus, settings.namespace, settings.component, order.issuer or _default_issuer())
         if order.instances is None:
             await _ask_all(client, order, wait_s, answers)
@@ -188,7 +220,7 @@ async def _print_events(settings: ClientSettings) -> None:
     def note(text: str) -> None:
         click.echo(f"watchkeeper: {text}", err=True)
 
-    async with _connect(
+    async with connect(
         settings,
         "watchkeeper events",
         on_connected_again=lambda: note("connected again; events in between are missing"),
@@ -207,7 +239,7 @@ async def _print_events(settings: ClientSettings) -> None:
 
 
 @asynccontextmanager
-async def _connect(settings: BrokerSettings, name: str, **callbacks: Any) -> AsyncIterator[Bus]:
+async def connect(settings: BrokerSettings, name: str, **callbacks: Any) -> AsyncIterator[Bus]:
     """A connection whose failures are the user's to mend."""
     log = logging.getLogger("bus")
     if not log.handlers:
@@ -271,8 +303,11 @@ def _outcome(answer: _Answer) -> str:
 
 def _state(answer: _Answer) -> str:
     snapshot = answer.reply.state if answer.reply else None
-    if snapshot is None:
-        return "-"
+    return shown_state(snapshot) if snapshot is not None else "-"
+
+
+def shown_state(snapshot: Snapshot) -> str:
+    """The state in a word, with the phase of an update, and … while it is not settled."""
     phase = f"/{snapshot.weight_update.phase}" if snapshot.weight_update else ""
     return f"{snapshot.state}{phase}{'' if snapshot.settled else '…'}"
 

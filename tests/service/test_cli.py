@@ -86,7 +86,15 @@ def test_help_is_light_and_complete() -> None:
     began = time.perf_counter()
     done = subprocess.run([*WATCHKEEPER, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert time.perf_counter() - began < 2  # 0.12 s on an idle machine
-    for command in ("serve", "tiny-model", "probe", "events", *(verb.replace("_", "-") for verb in VERBS)):
+    for command in (
+        "serve",
+        "tiny-model",
+        "probe",
+        "events",
+        "watch",
+        "announce",
+        *(verb.replace("_", "-") for verb in VERBS),
+    ):
         assert f"\n  {command} " in done.stdout
 
 
@@ -97,7 +105,9 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("command", ["", "serve", "pause", "probe", "update-weights", "status", "events"])
+@pytest.mark.parametrize(
+    "command", ["", "serve", "pause", "probe", "update-weights", "status", "events", "watch", "announce"]
+)
 def test_every_help_has_examples_and_fits(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
