@@ -14,9 +14,12 @@ from ulid import ULID
 from bus import subjects
 from bus.connection import Bus, BusError, NoResponders, NotConnected, Timeout
 from bus.discovery import Announcer
+from service.access import Access
 from service.admin import Admin
 from service.broker import connect
+from service.grpc_control import ControlService, add_services
 from service.health_server import CannotListen, HealthServer
+from service.http_verbs import HttpVerbs
 from service.instance import EXIT_OK, EXIT_USAGE, Instance, Signals
 from service.metrics import Metrics
 from service.report import complain, log_to_stdout
@@ -64,7 +67,12 @@ async def _start(settings: ServeSettings, resources: Resources) -> Instance:
     """Everything up to the ready file; the engine is not started yet."""
     if settings.ready_file:
         settings.ready_file.unlink(missing_ok=True)
-    listener = await HealthServer.bind(settings.grpc_address)
+    token = read_secret(settings.admin_token_file) if settings.admin_token_file else None
+    grpc_access = Access(token, settings.grpc_address.loopback)
+    control = ControlService(grpc_access) if grpc_access.possible else None
+    listener = await HealthServer.bind(
+        settings.grpc_address, register=lambda server: add_services(server, control)
+    )
     resources.register("gRPC listener", listener.close)
     http = _bind(settings.http_address)
     resources.register("HTTP socket", closing(http.close))
@@ -83,7 +91,10 @@ async def _start(settings: ServeSettings, resources: Resources) -> Instance:
     metrics = Metrics()
     instance = Instance(settings, me, listener, bus, announcer, http, folder, resources, metrics)
     hooks.connected_again = instance.connected_again
-    await _open_admin(settings, admin, instance, metrics, resources)
+    if control is not None:
+        control.open(instance.desk)
+    access = Access(token, settings.admin_address.loopback)
+    await _open_admin(admin, instance, metrics, access, resources)
     await instance.open()
     return instance
 
@@ -132,11 +143,11 @@ def _bind(address: Address) -> socket.socket:
 
 
 async def _open_admin(
-    settings: ServeSettings, bound: socket.socket, instance: Instance, metrics: Metrics, resources: Resources
+    bound: socket.socket, instance: Instance, metrics: Metrics, access: Access, resources: Resources
 ) -> None:
-    token = read_secret(settings.admin_token_file) if settings.admin_token_file else None
-    admin = Admin(instance.snapshot, metrics, token, settings.admin_address.loopback)
+    admin = Admin(instance.snapshot, metrics, access, HttpVerbs(instance.desk).routes())
     resources.register("admin listener", admin.close)
+    resources.register("front desk", closing(instance.desk.close))
     await admin.start(bound)
 
 
