@@ -209,10 +209,16 @@ async def test_a_gap_is_told_and_older_events_are_ignored(announcer: Announcer, 
         await bus.publish(subject, b"\xc1")
         await bus.publish(subject, encode(snapshot(seq=6, time=2.0, in_flight=3), Format.MSGPACK))
         await eventually(lambda: listener.states.get("i") and listener.states["i"].in_flight == 3)
+        # A figure that moves without a change: the same number and time.
+        await bus.publish(subject, encode(snapshot(seq=6, time=2.0, in_flight=4), Format.MSGPACK))
+        await eventually(lambda: listener.states["i"].in_flight == 4)
+        await bus.publish(subject, encode(snapshot(seq=6, time=2.0, in_flight=4), Format.MSGPACK))
+        await bus.flush(5)
         assert [(c.snapshot.seq, c.missed) for c in told.changes if c.snapshot] == [
             (1, 0),
             (2, 0),
             (5, 2),
+            (6, 0),
             (6, 0),
             (6, 0),
         ]
