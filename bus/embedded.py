@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import fcntl
 import importlib.metadata
 import json
-import os
 import shutil
-import signal
+import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,19 +20,17 @@ from bus.connection import Bus, BusError
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 3.0
 ANSWER_TIMEOUT_S = 0.5
+IDLE_S = 3.0
+"""One that was left ends when nobody has been connected for so long: time for a client to start again."""
 
-_WRAPPER = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; kept over exec
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)  # the parent ended before we asked
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-"""Runs between fork and exec. Not as `preexec_fn`, which may deadlock where threads run (gRPC)."""
+_POLL_S = 0.01
+_CARETAKER = Path(__file__).with_name("caretaker.py")
+_CARETAKER_MARGIN_S = 1.0
+"""For the caretaker to do what it was told, beyond what the server may take."""
 
 
 class PortTaken(BusError):
-    """Something else listens on the port; perhaps another instance's server, started just now."""
+    """Something else has the port or its data; perhaps another instance's server that starts or ends."""
 
 
 async def answers(host: str, port: int) -> bool:
@@ -47,17 +46,31 @@ async def answers(host: str, port: int) -> bool:
         return False
 
 
-class EmbeddedServer:
-    """A running nats-server that dies with this process, however it ends.
+@dataclass(frozen=True)
+class _Place:
+    """Where a server is found.
 
-    It leads a session of its own, so that Ctrl-C on the terminal reaches us and not it. Its death is
-    tied to the thread that started it: start it from the main thread's event loop.
+    Attributes:
+        monitor: host and port of its monitoring.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, url: str, monitor: tuple[str, int]) -> None:
-        self.url = url
-        self._process = process
-        self._monitor = monitor
+    pid: int
+    url: str
+    monitor: tuple[str, int]
+
+
+class EmbeddedServer:
+    """A running nats-server that dies with this process, however it ends, unless it was left to others.
+
+    A caretaker process stands between us and the server, and holds it if we go. Both lead a session of
+    their own, so that Ctrl-C on the terminal reaches us and not them.
+    """
+
+    def __init__(self, caretaker: subprocess.Popen[bytes], place: _Place) -> None:
+        self.url = place.url
+        self.pid = place.pid
+        self._caretaker = caretaker
+        self._monitor = place.monitor
 
     @classmethod
     async def start(cls, host: str = "127.0.0.1", port: int = 4222, *, data_dir: Path) -> "EmbeddedServer":
@@ -65,50 +78,47 @@ class EmbeddedServer:
 
         Args:
             port: 0 picks a free one.
-            data_dir: the server's files are kept in `nats-PORT` below it.
+            data_dir: the server's files are kept in `nats-PORT` below it, for one server at a time.
 
         Raises:
             PortTaken, BusError: it did not start; nothing is left running.
         """
         folder = data_dir.expanduser() / f"nats-{port}"
+        config, log = folder / "nats.conf", folder / "nats.log"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in folder.glob("*.ports"):
-                old.unlink()
-            config, log = folder / "nats.conf", folder / "nats.log"
-            config.write_text(_config(host, port, folder))
-            log.write_bytes(b"")
+            with (folder / "lock").open("ab") as lock:
+                _lock(lock.fileno(), host, port, folder)
+                for old in folder.glob("*.ports"):
+                    old.unlink()
+                config.write_text(_config(host, port, folder))
+                log.write_bytes(b"")
+                caretaker = _spawn([_binary(), "-c", str(config)], log, lock.fileno())
         except OSError as error:
             raise BusError(f"cannot write to {folder}: {error.strerror}") from None
-        process = await _spawn([_binary(), "-c", str(config)], log)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while (found := _ports(folder)) is None:
-                    if process.returncode is not None:
+                while (place := _place(folder)) is None:
+                    if caretaker.poll() is not None:
                         raise _start_error(host, port, log)
-                    await asyncio.sleep(0.01)
-                url, monitor = found
-                parts = urlsplit(url)
+                    await asyncio.sleep(_POLL_S)
+                parts = urlsplit(place.url)
                 while not await answers(parts.hostname or host, parts.port or port):
-                    if process.returncode is not None:
+                    if caretaker.poll() is not None:
                         raise _start_error(host, port, log)
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(_POLL_S)
         except BaseException as error:
-            await _end(process)
+            await _end(caretaker)
             if isinstance(error, TimeoutError):
                 raise BusError(
                     f"the embedded NATS server did not answer in {START_TIMEOUT_S:g} s: see {log}"
                 ) from None
             raise
-        return cls(process, url, monitor)
+        return cls(caretaker, place)
 
     @property
     def running(self) -> bool:
-        return self._process.returncode is None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        return self._caretaker.poll() is None
 
     async def clients(self, own: Iterable[Bus] = ()) -> int:
         """How many clients are connected besides `own`, as the server's monitoring port tells.
@@ -124,7 +134,11 @@ class EmbeddedServer:
 
     async def stop(self) -> None:
         """End it and wait: politely, and after `STOP_TIMEOUT_S` for certain. May be repeated."""
-        await _end(self._process)
+        await _end(self._caretaker)
+
+    def leave(self) -> None:
+        """Leave it to whoever is connected: it ends `IDLE_S` after the last of them, with or without us."""
+        _tell(self._caretaker, f"leave {self._monitor[1]}")
 
     async def _monitoring(self, path: str) -> dict[str, Any]:
         try:
@@ -167,30 +181,43 @@ def _config(host: str, port: int, folder: Path) -> str:
     )
 
 
-async def _spawn(argv: list[str], log: Path) -> asyncio.subprocess.Process:
+def _lock(file: int, host: str, port: int, folder: Path) -> None:
+    """Have the folder to ourselves. Whoever inherits the file keeps the lock, until the last has ended."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise PortTaken(
+            f"cannot start a NATS server on {host}:{port}: another one has its data in {folder}"
+        ) from None
+
+
+def _spawn(command: list[str], log: Path, lock: int) -> subprocess.Popen[bytes]:
+    """Start the server under a caretaker. Blocks until the exec of that, a few milliseconds."""
+    arguments = [str(_CARETAKER), str(STOP_TIMEOUT_S), str(IDLE_S), *command]
     with log.open("ab") as output:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            _WRAPPER,
-            str(os.getpid()),
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        try:
+            # Not asyncio's, which kills a child that is still there when its loop ends.
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
+        except OSError as error:
+            raise BusError(f"cannot start the embedded NATS server: {error.strerror}") from None
 
 
-def _ports(folder: Path) -> tuple[str, tuple[str, int]] | None:
-    """Where the server listens, from the file it writes once it does."""
+def _place(folder: Path) -> _Place | None:
+    """Where the server is, from the file it writes once it listens, named after its program and pid."""
     for file in folder.glob("*.ports"):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
             ports = json.loads(file.read_text())
             monitor = urlsplit(ports["monitoring"][0])
-            return ports["nats"][0], (monitor.hostname or "127.0.0.1", monitor.port or 0)
+            pid = int(file.stem.rpartition("_")[2])
+            return _Place(pid, ports["nats"][0], (monitor.hostname or "127.0.0.1", monitor.port or 0))
     return None
 
 
@@ -203,15 +230,21 @@ def _start_error(host: str, port: int, log: Path) -> BusError:
     return BusError(f"the embedded NATS server did not start: {reason} (see {log})")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
+def _tell(caretaker: subprocess.Popen[bytes], order: str) -> None:
+    if caretaker.poll() is None:
+        assert caretaker.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has just ended, and the server with it
+            caretaker.stdin.write(f"{order}\n".encode())  # a few bytes into an empty pipe: never waits
+
+
+async def _end(caretaker: subprocess.Popen[bytes]) -> None:
+    _tell(caretaker, "stop")
     try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await process.wait()
+        async with asyncio.timeout(STOP_TIMEOUT_S + _CARETAKER_MARGIN_S):
+            while caretaker.poll() is None:
+                await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        caretaker.kill()
+        caretaker.wait()
+    assert caretaker.stdin is not None
+    caretaker.stdin.close()

@@ -1,16 +1,41 @@
 """The way to the broker: the one that was named, one that is there, or one of our own."""
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable
 
-from bus.connection import Bus, Credentials
-from bus.embedded import EmbeddedServer, answers
+from bus.connection import Bus, BusError, Credentials
+from bus.embedded import EmbeddedServer, PortTaken, answers
 from service.settings import BrokerSettings, ServeSettings, read_secret
 from service.shutdown import Resources
 
 log = logging.getLogger(__name__)
 
 EMBEDDED = ("127.0.0.1", 4222)
+RETRY_S = 0.1
+
+
+class _OwnServer:
+    """The server that we started, until our end: then it is left to others, if there are any, or stopped."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self._server = server
+        self._others = 0
+
+    async def look(self, bus: Bus) -> None:
+        """See who else is connected, while our own connection can still be told from theirs."""
+        try:
+            self._others = await self._server.clients([bus])
+        except BusError as error:
+            log.warning("%s, so it is stopped", error)
+
+    async def part(self) -> None:
+        if self._others:
+            self._server.leave()
+            log.info("the embedded NATS server stays until the others on it have left: %d", self._others)
+        else:
+            await self._server.stop()
 
 
 async def connect(
@@ -21,9 +46,10 @@ async def connect(
     Raises:
         BusError: the text is one line for a person.
     """
-    urls = settings.nats
+    urls, own = settings.nats, None
     if urls is None:
-        urls = (await _own_broker(settings, resources),)
+        url, own = await _local_broker(settings, resources)
+        urls = (url,)
     bus = await Bus.connect(
         urls,
         credentials(settings),
@@ -32,20 +58,35 @@ async def connect(
         on_connected_again=on_connected_again,
         on_lost=lambda reason: log.warning("NATS connection lost: %s", reason),
     )
-    resources.register("NATS connection", lambda: bus.drain(2.0))
+
+    async def disconnect() -> None:
+        if own is not None:
+            await own.look(bus)
+        await bus.drain(2.0)
+
+    resources.register("NATS connection", disconnect)
     log.info("NATS: %s", bus.url)
     return bus
 
 
-async def _own_broker(settings: ServeSettings, resources: Resources) -> str:
+async def _local_broker(settings: ServeSettings, resources: Resources) -> tuple[str, _OwnServer | None]:
+    """One that answers, also if another instance starts it just now; else one that we start."""
     host_name, port = EMBEDDED
-    if await answers(host_name, port):
-        log.info("using the NATS server that answers on %s:%d", host_name, port)
-        return f"nats://{host_name}:{port}"
-    server = await EmbeddedServer.start(host_name, port, data_dir=settings.data_dir)
-    resources.register("embedded NATS server", server.stop)
-    log.info("started an embedded NATS server on %s", server.url)
-    return server.url
+    end_s = time.monotonic() + settings.nats_wait_s
+    while not await answers(host_name, port):
+        try:
+            server = await EmbeddedServer.start(host_name, port, data_dir=settings.data_dir)
+        except PortTaken:
+            if time.monotonic() >= end_s:
+                raise
+            await asyncio.sleep(RETRY_S)
+            continue
+        own = _OwnServer(server)
+        resources.register("embedded NATS server", own.part)
+        log.info("started an embedded NATS server on %s", server.url)
+        return server.url, own
+    log.info("using the NATS server that answers on %s:%d", host_name, port)
+    return f"nats://{host_name}:{port}", None
 
 
 def credentials(settings: BrokerSettings) -> Credentials:

@@ -57,17 +57,80 @@ async def test_stop_may_be_repeated(server: EmbeddedServer) -> None:
 
 
 async def test_a_stuck_server_is_stopped_all_the_same(
-    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 0.2)
+    server = await EmbeddedServer.start(port=0, data_dir=tmp_path)
     os.kill(server.pid, signal.SIGSTOP)
     await server.stop()
     assert not server.running
+    assert gone(server.pid)
+
+
+async def test_a_stuck_caretaker_is_stopped_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 0.2)
+    server = await EmbeddedServer.start(port=0, data_dir=tmp_path)
+    os.kill(parent_of(server.pid), signal.SIGSTOP)
+    await server.stop()
+    assert not server.running
+    await eventually(lambda: gone(server.pid))
+
+
+async def test_what_is_left_ends_after_the_last_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "IDLE_S", 0.3)
+    server = await EmbeddedServer.start(port=0, data_dir=tmp_path)
+    try:
+        async with await Bus.connect(server.url) as first:
+            server.leave()
+            await eventually(lambda: looked(server, times=3))
+            async with await Bus.connect(server.url) as second:
+                await first.close()
+                seen = await looked(server)
+                await eventually(lambda: looked(server, times=seen + 3))
+                await second.flush(1.0)
+        await eventually(lambda: not server.running)
+        assert gone(server.pid)
+    finally:
+        await server.stop()
+
+
+async def test_it_may_be_stopped_after_it_was_left(server: EmbeddedServer) -> None:
+    async with await Bus.connect(server.url):
+        server.leave()
+        await server.stop()
+        server.leave()
+    assert not server.running
+
+
+async def looked(server: EmbeddedServer, times: int = 0) -> int:
+    """How often somebody has asked who is connected, once that is often enough; else 0."""
+    varz = await server._monitoring("/varz")
+    count = int(varz["http_req_stats"].get("/connz", 0))
+    return count if count >= times else 0
 
 
 async def test_port_taken(tmp_path: Path, nats_server: NatsServer) -> None:
     with pytest.raises(PortTaken, match=f"127.0.0.1:{nats_server.port}: the port is taken"):
         await EmbeddedServer.start(port=nats_server.port, data_dir=tmp_path)
+
+
+async def test_two_do_not_share_their_data(tmp_path: Path) -> None:
+    """The second finds out before it has touched any file."""
+    first = await EmbeddedServer.start(port=0, data_dir=tmp_path)
+    before = {file: file.read_bytes() for file in (tmp_path / "nats-0").iterdir() if file.is_file()}
+    try:
+        with pytest.raises(PortTaken, match="another one has its data in"):
+            await EmbeddedServer.start(port=0, data_dir=tmp_path)
+        for file, content in before.items():
+            assert file.read_bytes().startswith(content)  # the first one's log may have grown
+    finally:
+        await first.stop()
+    second = await EmbeddedServer.start(port=0, data_dir=tmp_path)
+    await second.stop()
 
 
 async def test_no_place_for_data(tmp_path: Path) -> None:
@@ -100,30 +163,79 @@ from bus.embedded import EmbeddedServer
 async def main():
     server = await EmbeddedServer.start(port=0, data_dir=Path(sys.argv[1]))
     print(server.pid, server.url, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.to_thread(sys.stdin.readline)
+    server.leave()
 
 asyncio.run(main())
 """
 
 
-async def test_it_dies_with_its_parent_but_not_of_ctrl_c(tmp_path: Path) -> None:
-    parent = await asyncio.create_subprocess_exec(
+class Parent:
+    """A process with a server of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, pid: int, url: str) -> None:
+        self.process, self.pid, self.url = process, pid, url
+        self.caretaker = parent_of(pid)
+
+    async def leave(self) -> None:
+        """It leaves the server to others and ends."""
+        await self.process.communicate(b"\n")
+        assert self.process.returncode == 0
+
+
+@pytest.fixture
+async def parent(tmp_path: Path) -> AsyncIterator[Parent]:
+    process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
         PARENT,
         str(tmp_path),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
-    assert parent.stdout is not None
-    pid, url = (await parent.stdout.readline()).split()
-    port = int(url.rpartition(b":")[2])
-    assert os.getsid(int(pid)) != os.getsid(parent.pid)  # no signal of the terminal's group reaches it
-    assert await answers("127.0.0.1", port)
-    parent.kill()
-    await parent.wait()
-    await eventually(lambda: not Path(f"/proc/{int(pid)}/cmdline").exists() or gone(int(pid)))
-    assert not await answers("127.0.0.1", port)
+    assert process.stdout is not None
+    pid, url = (await process.stdout.readline()).decode().split()
+    parent = Parent(process, int(pid), url)
+    yield parent
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+    if not gone(parent.caretaker):
+        os.kill(parent.caretaker, signal.SIGKILL)
+
+
+async def test_it_dies_with_its_parent_but_not_of_ctrl_c(parent: Parent) -> None:
+    """With others connected too, if the parent could not say that they may keep it."""
+    for pid in (parent.pid, parent.caretaker):
+        assert os.getsid(pid) != os.getsid(parent.process.pid)  # no signal of the terminal's group reaches it
+    async with await Bus.connect(parent.url):
+        parent.process.kill()
+        await parent.process.wait()
+        await eventually(lambda: gone(parent.pid) and gone(parent.caretaker))
+    assert not await answers("127.0.0.1", int(parent.url.rpartition(":")[2]))
+
+
+async def test_it_dies_with_its_caretaker(parent: Parent) -> None:
+    os.kill(parent.caretaker, signal.SIGKILL)
+    await eventually(lambda: gone(parent.pid))
+
+
+async def test_it_outlives_the_parent_that_left_it(parent: Parent, tmp_path: Path) -> None:
+    lost: list[str] = []
+    async with await Bus.connect(parent.url, on_lost=lost.append) as bus:
+        await bus.ensure_bucket("b")
+        await parent.leave()
+        await bus.kv_put("b", "k", b"1", 1)
+        with pytest.raises(PortTaken):
+            await EmbeddedServer.start(port=0, data_dir=tmp_path)
+        assert await bus.kv_get("b", "k") == b"1"
+        assert not lost
+    await eventually(lambda: gone(parent.pid) and gone(parent.caretaker), within_s=10)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def gone(pid: int) -> bool:
