@@ -208,6 +208,51 @@ def serve(
     return worker.run(loaded)
 
 
+_NOT_FOR_A_FLEET = {
+    "engine",
+    "instance",
+    "http_address",
+    "admin_address",
+    "admin_token_file",
+    "ready_file",
+    "data_dir",
+}
+
+
+@cli.command(
+    name="sim-fleet",
+    cls=_ServeCommand,
+    options_metavar="[OPTIONS]",
+    examples="""
+    watchkeeper sim-fleet 100 --component policy
+    watchkeeper sim-fleet 3 --prefix decode --role decode -- --call-ms pause=50
+    """,
+)
+@click.argument("count", type=click.IntRange(1, 5000), metavar="N")
+@_declare([option for option in settings.SERVE_OPTIONS if option.name not in _NOT_FOR_A_FLEET])
+@click.option("--prefix", default="sim", show_default=True, help="Names are PREFIX-0001 and so on.")
+@click.pass_context
+def sim_fleet(context: click.Context, /, count: int, prefix: str, config: str | None, **flags: Any) -> int:
+    """Run N simulated instances in one process, until a signal.
+
+    Each has its own bus connection, and health names of its own on the one gRPC listener:
+    PREFIX-0001/readiness and so on. They take every command, and no inference requests.
+    Arguments after -- go to the simulated engines.
+    """
+    from service import sim_fleet as fleet
+
+    made = [
+        settings.load_serve(
+            "sim-model",
+            context.obj,
+            {**flags, "engine": "sim", "instance": f"{prefix}-{number:04d}"},
+            config=config,
+        )
+        for number in range(1, count + 1)
+    ]
+    return fleet.run(made)
+
+
 @cli.command(
     name="tiny-model",
     cls=_Command,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from service.engine.in_process import InProcessEngine
 from service.engine.process import EngineProcess
 from service.engine.protocol import EngineDied, EngineError
 from service.settings import ServeSettings
@@ -35,7 +36,7 @@ class Ending:
     def __init__(
         self,
         settings: ServeSettings,
-        engine: EngineProcess,
+        engine: EngineProcess | InProcessEngine,
         outside: Outside,
         drain: Drain,
         engine_lost: asyncio.Event,

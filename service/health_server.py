@@ -201,6 +201,17 @@ class HealthServer:
         await self._server.stop(LAST_WORDS_S)
 
 
+class HealthOfOne:
+    """The names of one of many instances that share a listener: `NAME/liveness`, and `NAME` for `""`."""
+
+    def __init__(self, server: HealthServer, instance: str) -> None:
+        self._server, self._instance = server, instance
+
+    def set(self, statuses: Mapping[str, bool]) -> None:
+        names = {f"{self._instance}/{name}" if name else self._instance: up for name, up in statuses.items()}
+        self._server.set(names)
+
+
 def _status(serving: bool) -> int:
     return SERVING if serving else NOT_SERVING
 

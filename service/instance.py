@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,12 @@ from bus.messages import Snapshot
 from service.control import Control
 from service.ending import Ending, first
 from service.engine import process as host
+from service.engine.in_process import InProcessEngine
 from service.engine.process import EngineProcess
-from service.engine.protocol import EngineDied, EngineError, HostSettings
+from service.engine.protocol import EngineDied, EngineError
 from service.follower import Follower
 from service.front_desk import FrontDesk
-from service.health_server import HealthServer
+from service.health_server import HealthOfOne, HealthServer
 from service.metrics import Metrics
 from service.report import EngineOutput, complain, welcome
 from service.runner import Runner
@@ -69,21 +69,18 @@ class Instance:
         self,
         settings: ServeSettings,
         me: Identity,
-        listener: HealthServer,
+        listener: HealthServer | HealthOfOne,
         bus: Bus,
         announcer: Announcer,
-        http: socket.socket,
-        folder: Path,
+        engine: EngineProcess | InProcessEngine,
+        output: EngineOutput,
         resources: Resources,
         metrics: Metrics,
     ) -> None:
         self._settings, self._me, self._bus, self._resources = settings, me, bus, resources
-        self._output = EngineOutput()
+        self._engine, self._output = engine, output
         self._metrics = metrics
         kind = settings.engine
-        self._engine = EngineProcess(
-            HostSettings(kind, settings.model, list(settings.engine_args)), http, folder, self._output.line
-        )
         self._epochs = Epochs(bus, me.namespace, me.component, on_rise=self._epoch_rose)
         self._sessions = sessions = Sessions(self._epochs.note)
         self._life = Lifecycle(frozenset(settings.withdraw_on_pause))
@@ -145,7 +142,7 @@ class Instance:
 
     def _changed(self) -> None:
         self._follower.poke()
-        if self._outside.picture.ready and not self._welcomed:
+        if self._outside.picture.ready and not self._welcomed and self._me.http:
             self._welcomed = True
             engine = self._outside.engine
             welcome(self._me, engine.model if engine else self._settings.model, self._bus.url)
@@ -360,6 +357,10 @@ class Instance:
 
     def _stage_began(self, stage: str) -> None:
         self._runner.post(ev.StageBegan(stage))
+
+    @property
+    def name(self) -> str:
+        return self._me.instance
 
     @property
     def snapshot(self) -> Callable[[], Snapshot]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from service.traffic import Identity
 
 
-def log_to_stdout() -> None:
+def log_to_stdout(quiet: bool = False) -> None:
+    """quiet: warnings only; many instances in one process have nothing to say to a person."""
+    level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(
-        stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", force=True
+        stream=sys.stdout, level=level, format="%(asctime)s %(levelname)-7s %(message)s", force=True
     )
     logging.getLogger("transitions").setLevel(logging.WARNING)  # it reports every event
 

@@ -11,7 +11,7 @@ from bus.codec import Format, encode
 from bus.connection import Bus, BusError
 from bus.discovery import DELETE_TIMEOUT_S, Announcer
 from service.engine.protocol import EngineInfo
-from service.health_server import HealthServer
+from service.health_server import HealthOfOne, HealthServer
 from service.metrics import Metrics
 from service.sessions import Lease, Sessions
 from statemachine import effects as fx
@@ -25,7 +25,10 @@ UNREACHABLE = "discovery_unreachable"
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this instance is, for as long as it lives. Addresses are what others are told."""
+    """Who this instance is, for as long as it lives.
+
+    Addresses are what others are told; empty where there is none (`sim-fleet`).
+    """
 
     namespace: str
     component: str
@@ -49,7 +52,7 @@ class Outside:
     """
 
     me: Identity
-    health: HealthServer
+    health: HealthServer | HealthOfOne
     bus: Bus
     announcer: Announcer
     picture: fx.Picture
@@ -91,7 +94,7 @@ class Outside:
             incarnation=me.incarnation,
             model=info.model if info else self.model,
             role=me.role,
-            transport=messages.Transport(http=me.http, grpc=me.grpc),
+            transport=messages.Transport(http=me.http or None, grpc=me.grpc),
             weight_version=weight_version,
             max_model_len=info.max_model_len if info else None,
         )
@@ -191,7 +194,7 @@ class Outside:
             engine=messages.Engine(
                 kind=info.kind if info else self.engine_kind, version=info.version if info else None
             ),
-            addresses=messages.Addresses(grpc=me.grpc, http=me.http, admin=me.admin),
+            addresses=messages.Addresses(grpc=me.grpc, http=me.http or None, admin=me.admin or None),
         )
 
     def _reasons(self) -> list[str]:

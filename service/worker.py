@@ -17,12 +17,14 @@ from bus.discovery import Announcer
 from service.access import Access
 from service.admin import Admin
 from service.broker import connect
+from service.engine.process import EngineProcess
+from service.engine.protocol import HostSettings
 from service.grpc_control import ControlService, add_services
 from service.health_server import CannotListen, HealthServer
 from service.http_verbs import HttpVerbs
 from service.instance import EXIT_OK, EXIT_USAGE, Instance, Signals
 from service.metrics import Metrics
-from service.report import complain, log_to_stdout
+from service.report import EngineOutput, complain, log_to_stdout
 from service.settings import Address, ServeSettings, SettingsError, advertised_host, read_secret
 from service.shutdown import Resources, cancel, closing
 from service.traffic import Identity
@@ -79,17 +81,20 @@ async def _start(settings: ServeSettings, resources: Resources) -> Instance:
     admin = _bind(settings.admin_address)
     resources.register("admin socket", closing(admin.close))
 
-    hooks = _Hooks()
+    hooks = Hooks()
     bus = await connect(settings, resources, lambda: hooks.connected_again())
     me = _identity(settings, listener, http, admin)
-    await _check_twin(bus, me)
+    await check_twin(bus, me)
     announcer = Announcer(bus, me.namespace, me.component, me.instance)
     await announcer.clear_left_over()
 
     folder = Path(tempfile.mkdtemp(prefix="watchkeeper-"))
     resources.register("runtime directory", closing(lambda: _remove(folder)))
     metrics = Metrics()
-    instance = Instance(settings, me, listener, bus, announcer, http, folder, resources, metrics)
+    output = EngineOutput()
+    what = HostSettings(settings.engine, settings.model, list(settings.engine_args))
+    engine = EngineProcess(what, http, folder, output.line)
+    instance = Instance(settings, me, listener, bus, announcer, engine, output, resources, metrics)
     hooks.connected_again = instance.connected_again
     if control is not None:
         control.open(instance.desk)
@@ -99,7 +104,7 @@ async def _start(settings: ServeSettings, resources: Resources) -> Instance:
     return instance
 
 
-class _Hooks:
+class Hooks:
     """Lets the bus call an instance that is built after it."""
 
     connected_again: Callable[[], None] = staticmethod(lambda: None)
@@ -169,7 +174,7 @@ def _identity(
     )
 
 
-async def _check_twin(bus: Bus, me: Identity) -> None:
+async def check_twin(bus: Bus, me: Identity) -> None:
     """Two lives under one name would answer each other's commands."""
     subject = subjects.control(me.namespace, me.component, me.instance, "status")
     try:
