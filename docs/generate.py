@@ -13,7 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +22,9 @@ from bus import announce, codec, discovery, messages, subjects
 from bus.messages import ARGS, ErrorCode, Verb
 from service import control, ending, settings
 from service.engine import simulated
+from service.engine.rpc import control_pb2
+from service.front_desk import FrontDesk
+from service.http_verbs import HttpVerbs
 from service.metrics import Metrics
 from statemachine import health, table
 from statemachine.facts import Situation
@@ -290,6 +293,16 @@ def announcement_fields() -> str:
     return _fields(messages.Announcement, "announcement")
 
 
+def routes() -> str:
+    found = [f"{route.method} {route.path}" for route in HttpVerbs(cast(FrontDesk, None)).routes()]
+    return explained(("route", "does"), "routes", found)
+
+
+def rpcs() -> str:
+    methods = control_pb2.DESCRIPTOR.services_by_name["Control"].methods
+    return explained(("RPC", "does"), "rpcs", (method.name for method in methods))
+
+
 def error_fields() -> str:
     return _fields(messages.ErrorBody, "error", defaults=False)
 
@@ -484,6 +497,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "manifest-fields": manifest_fields,
     "reply-fields": reply_fields,
     "announcement-fields": announcement_fields,
+    "routes": routes,
+    "rpcs": rpcs,
     "error-fields": error_fields,
     "errors": errors,
     "snapshot-fields": snapshot_fields,
