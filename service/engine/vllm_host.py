@@ -207,7 +207,11 @@ class VllmEngine:
 
     async def abort_requests(self, request_ids: Sequence[str] = ()) -> None:
         if request_ids:
-            await self._race(self._llm.abort(list(request_ids)))
+            # A completion is `cmpl-X` to its client, and `cmpl-X-0`, `cmpl-X-1` … for each prompt here.
+            known = list(self._llm.output_processor.external_req_ids)
+            named = set(request_ids)
+            parts = {one for one in known if one.startswith("cmpl-") and one.rpartition("-")[0] in named}
+            await self._race(self._llm.abort(sorted(named | parts)))
         else:
             # By internal id: two requests may carry the same id of their clients.
             await self._race(self._llm.abort(self._requests(), internal=True))

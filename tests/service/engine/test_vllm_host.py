@@ -225,6 +225,26 @@ async def test_keep_freezes_a_stream_and_its_text_does_not_notice(
     assert (await answer.end()).text == whole
 
 
+async def test_requests_can_be_ended_by_the_ids_that_their_clients_know(running: Running) -> None:
+    mine = running.stream(max_tokens=1500, request_id="mine")
+    other = running.stream(max_tokens=300, request_id="mine-too")
+    await mine.pieces_reach(3)
+    await running.engine.abort_requests(["cmpl-mine", "cmpl-nobodys"])
+    assert (await mine.end()).finish_reason == "abort"
+    assert (await other.end()).finish_reason == "length"
+
+
+async def test_the_trainers_link_can_be_released_and_made_again(running: Running) -> None:
+    await running.engine.init_weight_transfer({})
+    await running.engine.shutdown_weight_transfer()
+    await running.engine.init_weight_transfer({})
+    await running.engine.start_weight_update()
+    with pytest.raises(EngineError, match="during a weight update"):
+        await running.engine.shutdown_weight_transfer()
+    await running.engine.finish_weight_update()
+    assert await running.complete(max_tokens=5)
+
+
 async def test_frozen_and_queued_requests_can_be_ended(running: Running) -> None:
     frozen = running.stream(max_tokens=1500)
     await frozen.pieces_reach(3)
