@@ -51,6 +51,7 @@ CHUNK_BYTES = 2**30
 _GENERATION = "generation"
 _GO, _GIVEN_UP = b"go", b"given up"
 _LOOK_S = 0.02
+_SLACK = timedelta(seconds=5)
 _REASON_WITHIN_S = 5.0
 """When sending failed: how long the instance is given to say why."""
 
@@ -332,6 +333,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             for param in chunk:
                 group.send(param, _expected(param, next(tensors, None)))
         except TransferFailed:
+            group.close()  # frees the workers that are still waiting
             wait({taken}, _REASON_WITHIN_S)
             if taken.done() and (reason := taken.exception()) is not None:
                 raise reason from None
@@ -397,6 +399,7 @@ def _join(info: GlooInitInfo, rank: int) -> _Group:
         root = TCPStore(*address, None, False, patience, wait_for_workers=False)
         store = PrefixStore(root.get(_GENERATION).decode(), root)
         store.set(_here(rank), "")
+        root.set_timeout(patience + _SLACK)  # the trainer gives up first, and knows who is missing
         go = store.get(_GO)
     except RuntimeError as error:
         raise TransferFailed(f"{where} does not answer: {_first_line(error)}") from error

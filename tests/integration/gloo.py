@@ -1,0 +1,47 @@
+"""An instance of the real thing that takes its weights over gloo; one for all tests, as `served` is."""
+
+import json
+import secrets
+from weakref import WeakKeyDictionary
+
+from service.engine.tiny_model import ENGINE_ARGS
+from tests.broker import eventually
+from tests.integration.conftest import Fleet, is_as_started
+from tests.integration.served import SOON_S, Served
+from tests.program import Program
+
+BACKEND = ("--weight-transfer-config", json.dumps({"backend": "gloo"}))
+
+_shared: "WeakKeyDictionary[Fleet, Served]" = WeakKeyDictionary()
+
+
+async def shared(fleet: Fleet) -> Served:
+    """It serves the weights of `a`; another one if a test did not leave it so."""
+    served = _shared.get(fleet)
+    if served is None or not await is_as_started(served):
+        if served is not None:
+            await served.close()
+        served = _shared[fleet] = await start(fleet)
+    return served
+
+
+async def start(fleet: Fleet) -> Served:
+    name = f"gloo-{secrets.token_hex(4)}"
+    ready, model = fleet._folder / f"{name}.json", fleet._models / "a"
+    program = await Program.start(
+        fleet._folder,
+        *("serve", str(model), "--instance", name, "--nats", fleet._broker.url, "--ready-file", str(ready)),
+        *("--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"),
+        *("--admin-address", "127.0.0.1:0", "--grace-period-s", "0.5"),
+        *("--", "--enable-scale-out", *ENGINE_ARGS, *BACKEND),
+    )
+    try:
+        await eventually(lambda: ready.exists() or program.exit_code is not None, within_s=SOON_S)
+        assert ready.exists(), program.last_words()
+        served = Served(program, fleet._client, fleet._http, ready)
+    except BaseException:
+        await program.kill()
+        raise
+    fleet._started.append(served)  # closed with the others
+    served.model = str(model)
+    return await served.loaded()
