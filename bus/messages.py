@@ -294,7 +294,7 @@ class SimulateArgs(Args, frozen=True, kw_only=True):
 
     Attributes:
         call: `now`, or the name of an engine call.
-        times: at how many such calls; None for all that follow.
+        times: at how many such calls; one if it is not given.
     """
 
     call: SimulatedCall

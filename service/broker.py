@@ -48,7 +48,7 @@ async def connect(
     """
     urls, own = settings.nats, None
     if urls is None:
-        url, own = await _local_broker(settings, resources)
+        url, own = await local_broker(settings, resources)
         urls = (url,)
     bus = await Bus.connect(
         urls,
@@ -69,7 +69,7 @@ async def connect(
     return bus
 
 
-async def _local_broker(settings: ServeSettings, resources: Resources) -> tuple[str, _OwnServer | None]:
+async def local_broker(settings: ServeSettings, resources: Resources) -> tuple[str, _OwnServer | None]:
     """One that answers, also if another instance starts it just now; else one that we start."""
     host_name, port = EMBEDDED
     end_s = time.monotonic() + settings.nats_wait_s

@@ -262,6 +262,8 @@ class Control:
         """The lifecycle has the answer to a command; what others see has been brought up to date."""
         order = self._running.pop(answer.ticket)
         error = _error_body(ErrorCode(answer.code), answer.message) if answer.code else None
+        if error is None:
+            self._note(order, answer.result)
         reply = Reply(
             id=order.command.id,
             instance=self._instance,
@@ -274,7 +276,6 @@ class Control:
             queued_ms=_ms((order.started_s or order.arrived_s) - order.arrived_s),
             engine_ms=_ms(engine_s),
         )
-        self._note(order, reply)
         self._finish(order, reply, keep=answer.called or error is None)
 
     def flush(self, life: Lifecycle) -> None:
@@ -387,15 +388,13 @@ class Control:
                 lease.renewed_s = time.monotonic()
         order.leases = []
 
-    def _note(self, order: Order, reply: Reply) -> None:
+    def _note(self, order: Order, result: dict[str, Any]) -> None:
         """Keep what a command that ended well means for leases and manifests."""
-        if not reply.ok:
-            return
         match order.args:
             case StartWeightUpdateArgs() as args:
                 budgets = {"update": args.chunk_s, "finish": args.finish_s}
                 self.sessions.open(
-                    str((reply.result or {})["session"]),
+                    str(result["session"]),
                     args.lease_s,
                     order.command.epoch,
                     args.manifest,

@@ -254,7 +254,9 @@ def check_files(announcement: Announcement) -> str | None:
             try:
                 for file in safetensors_files(Path(path)):
                     safetensors_header(file)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except OSError as error:
+                return f"{path}: {(error.strerror or str(error)).lower()}"
+            except (ValueError, KeyError, TypeError) as error:
                 return " ".join(str(error).split())
     return None
 

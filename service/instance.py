@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -40,6 +41,7 @@ from statemachine.lifecycle import Lifecycle
 log = logging.getLogger(__name__)
 
 ENGINE_LINES_SHOWN = 15
+ERROR_LINE = re.compile(r"\b\w+(Error|Exception): \S")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_CUT = 0, 1, 2, 70
 
@@ -330,9 +332,13 @@ class Instance:
 
     async def _end_failed(self, failure: fx.BeginFailure, signals: Signals) -> int:
         """The listener stays for a while, so that probes see why."""
-        last = "".join(f"\n    {line}" for line in list(self._engine.last_lines)[-ENGINE_LINES_SHOWN:])
+        lines = list(self._engine.last_lines)
+        last = "".join(f"\n    {line}" for line in lines[-ENGINE_LINES_SHOWN:])
         log.error("the engine failed: %s%s", failure.reason, f"; its last lines:{last}" if last else "")
-        complain(f"the engine failed: {failure.reason}")
+        # The first error stands above the tracebacks of all that it brought down.
+        errors = [] if self._life.facts.loaded else [line for line in lines if ERROR_LINE.search(line)]
+        cause = f" ({errors[0].strip()[-300:]})" if errors else ""
+        complain(f"the engine failed: {failure.reason}{cause}")
         # Meanwhile the host, if it still lives, tells its clients to try again elsewhere.
         await first(
             asyncio.sleep(self._settings.failure_linger_s),

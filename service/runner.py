@@ -258,7 +258,7 @@ class Runner:
             event = await self._bounded(effect.number, effect.call)
         seconds = time.monotonic() - started
         self._engine_s += seconds
-        self._called(type(effect.call).__name__, _outcome(event), seconds)
+        self._called(_CALLS[type(effect.call)][0], _outcome(event), seconds)
         self.post(event)
 
     async def _bounded(self, number: int, call: fx.EngineCall) -> ev.Event:
@@ -270,7 +270,7 @@ class Runner:
             progress.cancel()
         if not work.done():
             self._late = work
-            name = type(call).__name__
+            name = _CALLS[type(call)][0]
             return ev.CallFailed(number, f"{name} did not end within {limit_s:g} s", timed_out=True)
         try:
             work.result()
@@ -283,7 +283,7 @@ class Runner:
     def _limit_s(self, call: fx.EngineCall) -> float | None:
         if drains(call) and isinstance(call, fx.PauseEngine):
             return None
-        name = _LIMITS[type(call)]
+        name = _CALLS[type(call)][1]
         return self._control.budget_s(name, self._timeouts_s[name])
 
     async def _carry_out(self, call: fx.EngineCall) -> None:
@@ -393,19 +393,20 @@ class Runner:
             self.post(ev.Observed(generation, view, time.monotonic()))
 
 
-_LIMITS: dict[type, str] = {
-    fx.PauseEngine: "pause",
-    fx.ResumeEngine: "resume",
-    fx.SleepEngine: "sleep",
-    fx.WakeEngine: "wake_up",
-    fx.InitTransfer: "init",
-    fx.StartUpdate: "start",
-    fx.LoadChunk: "update",
-    fx.FinishUpdate: "finish",
-    fx.SetVersion: "finish",
-    fx.ResetCaches: "finish",
+_CALLS: dict[type, tuple[str, str]] = {
+    fx.PauseEngine: ("pause", "pause"),
+    fx.ResumeEngine: ("resume", "resume"),
+    fx.SleepEngine: ("sleep", "sleep"),
+    fx.WakeEngine: ("wake_up", "wake_up"),
+    fx.InitTransfer: ("init_weight_transfer", "init"),
+    fx.StartUpdate: ("start_weight_update", "start"),
+    fx.LoadChunk: ("update_weights", "update"),
+    fx.FinishUpdate: ("finish_weight_update", "finish"),
+    fx.SetVersion: ("update_weight_version", "finish"),
+    fx.ResetCaches: ("reset_caches", "finish"),
+    fx.AskEngine: ("ask", ""),
 }
-"""Which of `--call-timeout-s` bounds a call."""
+"""How a call is named to people, and which of `--call-timeout-s` bounds it."""
 
 
 def _outcome(event: ev.Event) -> str:

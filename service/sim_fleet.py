@@ -12,7 +12,7 @@ from ulid import ULID
 
 from bus.connection import Bus, BusError
 from bus.discovery import Announcer
-from service.broker import credentials
+from service.broker import credentials, local_broker
 from service.engine.in_process import InProcessEngine
 from service.health_server import CannotListen, HealthOfOne, HealthServer
 from service.instance import EXIT_OK, EXIT_USAGE, Instance, Signals
@@ -27,7 +27,6 @@ from statemachine.states import State
 
 AT_ONCE = 20
 """Instances that start at the same time: the broker answers them within its time-outs."""
-DEFAULT_URL = "nats://127.0.0.1:4222"
 
 
 def run(settings: Sequence[ServeSettings]) -> int:
@@ -49,11 +48,12 @@ async def _serve(settings: Sequence[ServeSettings]) -> int:
     try:
         listener = await HealthServer.bind(settings[0].grpc_address, {})
         shared.register("gRPC listener", listener.close)
+        urls = settings[0].nats or ((await local_broker(settings[0], shared))[0],)
         places = asyncio.Semaphore(AT_ONCE)
         started = time.monotonic()
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
             bar = progress.add_task("starting", total=len(settings))
-            starts = [_start(one, listener, places, progress, bar) for one in settings]
+            starts = [_start(one, urls, listener, places, progress, bar) for one in settings]
             instances = await asyncio.gather(*starts)
         print(
             f"{len(instances)} instances, {instances[0][0].name} to {instances[-1][0].name}, "
@@ -84,6 +84,7 @@ async def _live(instance: Instance, resources: Resources, signals: Signals) -> i
 
 async def _start(
     settings: ServeSettings,
+    urls: Sequence[str],
     listener: HealthServer,
     places: asyncio.Semaphore,
     progress: Progress,
@@ -93,7 +94,7 @@ async def _start(
     async with places:
         hooks = Hooks()
         bus = await Bus.connect(
-            settings.nats or (DEFAULT_URL,),
+            urls,
             credentials(settings),
             name=f"watchkeeper {settings.instance}",
             wait_s=settings.nats_wait_s,

@@ -550,11 +550,9 @@ def _asked_for(request: ev.Command, state: State) -> State:
 def _refusal(cell: Cell, verb: Verb, state: State) -> str:
     match cell:
         case Cell.WEIGHT_UPDATE_OPEN:
-            return f"{verb.value} is not allowed while a weight update is open: finish or abort it first"
+            return f"{verb.command} is not allowed while a weight update is open: finish or abort it first"
         case Cell.WEIGHTS_NOT_READY:
-            return (
-                f"{verb.value} is not allowed: the weights are not fit to serve until a good update finishes"
-            )
+            return f"{verb.command} is not allowed: the weights are not fit to serve before a good update"
         case Cell.NOT_READY:
             return "the engine is still loading"
         case Cell.ENGINE_FAILED:
@@ -562,7 +560,7 @@ def _refusal(cell: Cell, verb: Verb, state: State) -> str:
         case Cell.SHUTTING_DOWN:
             return "the instance shuts down"
         case _:
-            return f"{verb.value} is not allowed while {state.value}"
+            return f"{verb.command} is not allowed while {state.value}"
 
 
 def _update_info(facts: Facts) -> fx.UpdateInfo | None:

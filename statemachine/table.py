@@ -29,6 +29,26 @@ class Verb(Enum):
     FINISH = "finish"
     ABORT = "abort"
 
+    @property
+    def command(self) -> str:
+        """The verb as it is sent; several columns may share one."""
+        return _COMMANDS[self]
+
+
+_COMMANDS = {
+    Verb.PAUSE: "pause",
+    Verb.RESUME: "resume",
+    Verb.SLEEP_0: "sleep",
+    Verb.SLEEP: "sleep",
+    Verb.WAKE_ALL: "wake_up",
+    Verb.WAKE_SOME: "wake_up",
+    Verb.INIT: "init_weight_transfer",
+    Verb.START: "start_weight_update",
+    Verb.UPDATE: "update_weights",
+    Verb.FINISH: "finish_weight_update",
+    Verb.ABORT: "abort_weight_update",
+}
+
 
 class Cell(Enum):
     """What a verb does in a situation: `RUN` its plan, nothing, or a refusal with that code."""

@@ -23,7 +23,7 @@ from service.engine.protocol import EngineDied, EngineError, EngineInfo, EngineV
 from service.engine.rpc import control_pb2, control_pb2_grpc, host_pb2, host_pb2_grpc
 from statemachine.states import Admission, Mode, Tag
 
-KEPT_LINES = 50
+KEPT_LINES = 300
 MAX_LINE_BYTES = 16_384
 """A longer line is cut; a progress bar without an end must not fill the memory."""
 
