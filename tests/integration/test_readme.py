@@ -3,7 +3,7 @@
 import asyncio
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,7 @@ async def trainer(text: str, broker: NatsServer, tmp_path: Path) -> AsyncIterato
         yield file
 
 
-def _pass_on_to(port: int):  # type: ignore[no-untyped-def]
+def _pass_on_to(port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(65536):

@@ -3,8 +3,6 @@
 import time
 from pathlib import Path
 
-import vllm
-
 from bus.client import Client
 from service.probe import Outcome, probe
 from service.settings import Address
@@ -18,7 +16,7 @@ from tests.integration.served import (
     SERVING,
     SOON_S,
     Served,
-    measured,
+    measure,
 )
 from tests.program import Program
 
@@ -58,13 +56,12 @@ async def test_liveness_answers_within_two_seconds_while_the_model_loads(
             assert program.stderr() == ""
         finally:
             await program.kill()
-    measured["start → liveness SERVING"] = f"{min(delays_s):.2f} s"
-    assert min(delays_s) < LIVE_WITHIN_S
+    measure("start → liveness SERVING", min(delays_s), LIVE_WITHIN_S)
 
 
 async def test_readiness_discovery_and_a_completion(served: Served, client: Client) -> None:
     loaded_s = served.watches["readiness"].seen[1][1] - served.program.started_s
-    measured["start → ready, with the model loaded"] = f"{loaded_s:.1f} s"
+    measure("start → ready, with the model loaded", loaded_s)
     assert served.watches["readiness"].statuses[:2] == [NOT_SERVING, SERVING]
     assert served.watches["liveness"].statuses == [SERVING]
     for name in ("vllm.Inference", "vllm.Control", ""):
@@ -79,7 +76,7 @@ async def test_readiness_discovery_and_a_completion(served: Served, client: Clie
     state = await served.state()
     assert (state.state, state.ready, state.live, state.settled) == ("serving", True, True, True)
     assert state.engine is not None
-    assert (state.engine.kind, state.engine.version) == ("vllm", vllm.__version__)
+    assert state.engine.kind == "vllm" and state.engine.version
     assert entry.weight_version == state.weights.version
 
     answer = await served.stream(PROMPT, max_tokens=20).end()
