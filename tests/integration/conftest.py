@@ -31,9 +31,10 @@ def bytecode(pytestconfig: pytest.Config) -> Iterator[None]:
     """Where Python may not write beside its sources, every process of every engine would compile all of
     vLLM and torch anew."""
     with pytest.MonkeyPatch.context() as patch:
-        if os.environ.get("PYTHONDONTWRITEBYTECODE") and pytestconfig.cache is not None:
+        cache = getattr(pytestconfig, "cache", None)
+        if os.environ.get("PYTHONDONTWRITEBYTECODE") and cache is not None:
             patch.delenv("PYTHONDONTWRITEBYTECODE")
-            patch.setenv("PYTHONPYCACHEPREFIX", str(pytestconfig.cache.mkdir("bytecode")))
+            patch.setenv("PYTHONPYCACHEPREFIX", str(cache.mkdir("bytecode")))
         yield
 
 
