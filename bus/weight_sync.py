@@ -36,6 +36,7 @@ _LOOK_EVERY_S = 2.0
 _LOOK_TIMEOUT_S = 5.0
 _GONE_AFTER = 3
 _ABORT_TIMEOUT_S = 30.0
+_OTHERS_S = 1.0
 _QUEUED_S = 30.0
 """Beyond what a call may take in the engine: commands that are before it."""
 _BUDGET_S = {
@@ -379,7 +380,9 @@ class NATSWeightSyncClient:
         """One command to every member at once; the replies, all of them good.
 
         Args:
-            hasty: one failure is enough: the others may wait for what does not come any more.
+            hasty: after one failure the others may wait for what does not come any more, so they are
+                given only a moment to say what is wrong with them: a worker may have lost the one that
+                failed, and be heard first.
 
         Raises:
             WeightSyncFailed
@@ -395,7 +398,9 @@ class NATSWeightSyncClient:
         when = asyncio.FIRST_EXCEPTION if hasty else asyncio.ALL_COMPLETED
         try:
             if calls:
-                await asyncio.wait(calls.values(), return_when=when)
+                _, pending = await asyncio.wait(calls.values(), return_when=when)
+                if pending:
+                    await asyncio.wait(pending, timeout=_OTHERS_S)
         finally:
             for call in calls.values():
                 call.cancel()

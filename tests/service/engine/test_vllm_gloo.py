@@ -96,7 +96,7 @@ class Workers:
         for thread in threads:
             thread.join()
         if errors:
-            raise errors[0]
+            raise RuntimeError("; ".join(map(str, errors)))
 
 
 def engine(model: Model) -> GlooWeightTransferEngine:
@@ -166,7 +166,7 @@ def test_a_failure_is_the_instances_own_reason_at_once_and_the_next_update_works
     trainer = meet(workers, Tensors(some()))
     workers.models[1].refuses = "half"
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"half of shape .* does not fit"):
+    with pytest.raises(RuntimeError, match=r"half of shape .* does not fit"):
         trainer.send_weights()
     assert time.monotonic() - began < 10
     assert workers.said == ["start", "update", "abort"]
