@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from service.engine.process import (
+    KEPT_LINES,
     MAX_LINE_BYTES,
     Accepted,
     Died,
@@ -314,7 +315,7 @@ async def test_output_comes_in_lines_whatever_is_written(tmp_path: Path) -> None
     lines: list[str] = []
     noise = "import sys; sys.stdout.write('x' * 100_000); sys.stdout.flush()"
     script = (
-        f"printf 'one\\n\\ntwo\\r 3%%\\r\\n'; {sys.executable} -c \"{noise}\"; echo; seq 60; printf 'end'"
+        f"printf 'one\\n\\ntwo\\r 3%%\\r\\n'; {sys.executable} -c \"{noise}\"; echo; seq 360; printf 'end'"
     )
     shell = a_shell(tmp_path, script, lines)
     await shell.start()
@@ -325,8 +326,8 @@ async def test_output_comes_in_lines_whatever_is_written(tmp_path: Path) -> None
     noise_lines = [line for line in lines if line.startswith("x")]
     assert sum(map(len, noise_lines)) <= 100_000
     assert all(len(line) <= MAX_LINE_BYTES for line in noise_lines)
-    assert lines[-61:] == [*map(str, range(1, 61)), "end"]
-    assert list(shell.last_lines) == lines[-50:]
+    assert lines[-361:] == [*map(str, range(1, 361)), "end"]
+    assert list(shell.last_lines) == lines[-KEPT_LINES:]
 
 
 async def test_a_path_too_long_for_a_socket_is_an_error_not_a_hang(tmp_path: Path) -> None:
