@@ -1,9 +1,13 @@
 """An instance of the real thing that takes its weights over gloo; one for all tests, as `served` is."""
 
+import asyncio
 import json
 import secrets
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from bus.weight_sync import NATSWeightSyncClient
 from service.engine.tiny_model import ENGINE_ARGS
 from tests.broker import eventually
 from tests.integration.conftest import Fleet, is_as_started
@@ -45,3 +49,28 @@ async def start(fleet: Fleet) -> Served:
     fleet._started.append(served)  # closed with the others
     served.model = str(model)
     return await served.loaded()
+
+
+def load(path: Path) -> Any:
+    """A checkpoint as a trainer has it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+async def send(trainer: NATSWeightSyncClient, path: Path, version: str) -> None:
+    """A whole life of a trainer that gives away a checkpoint."""
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from service.engine.vllm_gloo import GlooTrainerInitInfo
+
+    def whole() -> None:
+        info = GlooTrainerInitInfo("127.0.0.1", 0, world_size=2, rank=0)
+        source = ModuleSource(load(path))
+        engine = WeightTransferTrainerFactory.trainer_init(info, client=trainer, source=source)
+        engine.send_weights(version)
+        engine.shutdown()
+
+    await asyncio.to_thread(whole)

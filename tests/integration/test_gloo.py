@@ -39,13 +39,6 @@ async def trainer(broker: NatsServer, receiving: Served) -> AsyncIterator[NATSWe
     await asyncio.to_thread(client.close)
 
 
-def load(path: Path) -> Any:
-    """A checkpoint as a trainer has it."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
 async def test_vllms_trainer_engine_updates_a_real_instance(
     receiving: Served,
     trainer: NATSWeightSyncClient,
@@ -56,7 +49,7 @@ async def test_vllms_trainer_engine_updates_a_real_instance(
     """It answers as an engine that was started on the trainer's checkpoint; and back, to the letter."""
     assert not set(receiving.answers) & set(answers_of_b)
     before = len(receiving.watches["readiness"].seen)
-    model = await asyncio.to_thread(load, models / "b")
+    model = await asyncio.to_thread(gloo.load, models / "b")
     info = GlooTrainerInitInfo("127.0.0.1", 0, world_size=2, rank=0, chunk_bytes=500_000)
 
     began = time.monotonic()
@@ -78,7 +71,7 @@ async def test_vllms_trainer_engine_updates_a_real_instance(
     assert await receiving.complete_all() == answers_of_b
     assert receiving.watches["readiness"].statuses[before + 2 :] == ["NOT_SERVING", "SERVING"]
 
-    sender.source = ModuleSource(await asyncio.to_thread(load, models / "a"))
+    sender.source = ModuleSource(await asyncio.to_thread(gloo.load, models / "a"))
     await asyncio.to_thread(sender.send_weights, "a again")
     assert (await receiving.state()).weights.version == "a again"
     assert await receiving.complete_all() == receiving.answers
@@ -97,7 +90,7 @@ async def test_a_request_that_waits_gets_the_new_weights(
                     time.sleep(1.0)
                 yield pair
 
-    model = await asyncio.to_thread(load, models / "b")
+    model = await asyncio.to_thread(gloo.load, models / "b")
     info = GlooTrainerInitInfo("127.0.0.1", 0, world_size=2, rank=0)
     sender = await asyncio.to_thread(
         lambda: WeightTransferTrainerFactory.trainer_init(info, client=trainer, source=Slow(model))
@@ -107,7 +100,7 @@ async def test_a_request_that_waits_gets_the_new_weights(
     held = receiving.stream()
     await sending
     assert (await held.end()).text == answers_of_b[0]
-    sender.source = ModuleSource(await asyncio.to_thread(load, models / "a"))
+    sender.source = ModuleSource(await asyncio.to_thread(gloo.load, models / "a"))
     await asyncio.to_thread(sender.send_weights, "a")
     assert await receiving.complete_all() == receiving.answers
     await asyncio.to_thread(sender.shutdown)
@@ -123,7 +116,7 @@ async def test_a_trainer_that_goes_away_in_the_middle_taints_and_the_next_repair
                     raise InterruptedError("the trainer's own failure")
                 yield pair
 
-    model = await asyncio.to_thread(load, models / "a")
+    model = await asyncio.to_thread(gloo.load, models / "a")
     info = GlooTrainerInitInfo("127.0.0.1", 0, world_size=2, rank=0)
     sender = await asyncio.to_thread(
         lambda: WeightTransferTrainerFactory.trainer_init(info, client=trainer, source=Failing(model))
@@ -149,7 +142,7 @@ async def test_a_silent_trainer_does_not_hold_an_instance_for_ever(
     receiving: Served, trainer: NATSWeightSyncClient, models: Path
 ) -> None:
     """It says that a tensor comes, and none does."""
-    model = await asyncio.to_thread(load, models / "a")
+    model = await asyncio.to_thread(gloo.load, models / "a")
     info = GlooTrainerInitInfo("127.0.0.1", 0, world_size=2, rank=0, timeout_s=2.0)
     sender = await asyncio.to_thread(
         lambda: WeightTransferTrainerFactory.trainer_init(info, client=trainer, source=ModuleSource(model))
@@ -167,9 +160,5 @@ async def test_a_silent_trainer_does_not_hold_an_instance_for_ever(
     assert await eventually(lambda: is_tainted(receiving), within_s=SOON_S)
     await asyncio.to_thread(sender.shutdown)
 
-    sender = await asyncio.to_thread(
-        lambda: WeightTransferTrainerFactory.trainer_init(info, client=trainer, source=ModuleSource(model))
-    )
-    await asyncio.to_thread(sender.send_weights, "a")
+    await gloo.send(trainer, models / "a", "a")
     assert await receiving.complete_all() == receiving.answers
-    await asyncio.to_thread(sender.shutdown)

@@ -1,0 +1,145 @@
+"""The example trains for real: engines that it publishes to learn the tune, and survive its crash."""
+
+import asyncio
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from bus.weight_sync import NATSWeightSyncClient
+from tests.broker import NatsServer
+from tests.integration import gloo
+from tests.integration.conftest import Fleet
+from tests.integration.served import ALL_UP, REAL, Served, measured, phase
+from tests.program import ROOT
+
+pytestmark = REAL
+
+EXAMPLE = ROOT / "examples/train_and_publish.py"
+TUNE = " do re mi fa so la ti do"
+LINE = re.compile(r"step +(\d+), loss ([\d.]+): \S+ serves '(\S+)' and sings '(.*)'")
+
+Restore = Callable[[], Awaitable[None]]
+
+
+class Run:
+    """One run of the example, with the test as a second client of the engine.
+
+    Attributes:
+        heard: what the engine answered meanwhile.
+    """
+
+    def __init__(self, code: int, output: str, heard: list[str]) -> None:
+        self.code, self.output, self.heard = code, output, heard
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def by_file(fleet: Fleet) -> AsyncIterator[Served]:
+    served = await fleet.of_b()
+    yield served
+    await served.update(Path(served.model), "b")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def by_gloo(fleet: Fleet, broker: NatsServer) -> AsyncIterator[Served]:
+    served = await gloo.shared(fleet)
+    yield served
+    trainer = NATSWeightSyncClient(broker.url, instances=served.name)
+    await gloo.send(trainer, Path(served.model), "a")
+    await asyncio.to_thread(trainer.close)
+
+
+async def train(served: Served, broker: NatsServer, folder: Path, *options: str) -> Run:
+    async with asking(served) as heard:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(EXAMPLE), "--nats", broker.url, "--instance", served.name),
+            *("--checkpoints", str(folder), *options),
+            cwd=folder,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode is not None
+        return Run(process.returncode, output.decode(errors="replace"), heard)
+
+
+@asynccontextmanager
+async def asking(served: Served) -> AsyncIterator[list[str]]:
+    """Every request is answered in full: `complete` fails otherwise."""
+    heard: list[str] = []
+
+    async def ask() -> None:
+        while True:
+            heard.append(await served.complete(max_tokens=8))
+
+    client = asyncio.create_task(ask())
+    try:
+        yield heard
+    finally:
+        if client.done():
+            client.result()
+        client.cancel()
+
+
+@pytest.mark.parametrize("way", ["file", "gloo"])
+async def test_an_engine_learns_while_it_serves(
+    request: pytest.FixtureRequest, fleet: Fleet, broker: NatsServer, tmp_path: Path, way: str
+) -> None:
+    served: Served = request.getfixturevalue(f"by_{way}")
+    began = time.monotonic()
+    run = await train(served, broker, tmp_path, "--via", way, "--steps", "30", "--publish-every", "10")
+    assert run.code == 0, run.output
+    told = LINE.findall(run.output)
+    assert [(int(step), version) for step, _, version, _ in told] == [
+        (10, "step-10"),
+        (20, "step-20"),
+        (30, "step-30"),
+    ], run.output
+    losses = [float(loss) for _, loss, _, _ in told]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 10
+    assert told[-1][3] == TUNE
+    assert re.search(r"\d+ requests, 0 failed; [3-9] different answers", run.output), run.output
+    assert run.heard[-1] == TUNE and len(set(run.heard)) >= 3
+    assert (await served.state()).weights.version == "step-30"
+    assert await served.health() == ALL_UP
+    measured[f"example, by {way}"] = f"{time.monotonic() - began:.0f} s, {len(run.heard)} answers meanwhile"
+
+
+async def test_its_crash_before_anything_is_loaded_leads_back_by_the_lease(
+    by_gloo: Served, broker: NatsServer, tmp_path: Path
+) -> None:
+    """Requests wait for it, and are answered by the weights that were there."""
+    served, before = by_gloo, (await by_gloo.state()).weights.version
+    run = await train(served, broker, tmp_path, "--via", "gloo", *CRASH)
+    assert run.code == -9, run.output
+    assert (await served.state()).state == "weight_update"
+    waiting = served.stream(max_tokens=8)
+    back = await served.settled("serving")
+    assert back.cause is not None and back.cause.verb == "lease_expired"
+    assert (back.ready, back.weights.version) == (True, before)
+    assert (await waiting.end()).text == run.heard[0]
+    assert await served.complete_all() == served.answers
+
+
+async def test_its_crash_with_a_part_loaded_keeps_traffic_away_until_the_next_update(
+    by_file: Served, broker: NatsServer, tmp_path: Path
+) -> None:
+    served, before = by_file, (await by_file.state()).weights.version
+    run = await train(served, broker, tmp_path, "--via", "file", *CRASH, "--crash-when", "loading")
+    assert run.code == -9, run.output
+    async with asyncio.timeout(30):
+        while phase(state := await served.state()) != "tainted":
+            await asyncio.sleep(0.05)
+    assert state.cause is not None and state.cause.verb == "lease_expired"
+    assert (state.ready, state.weights.good, state.weights.version) == (False, False, before)
+    assert (await served.stream().end()).status == 503
+    await served.update(Path(served.model), "repaired")
+    assert await served.complete_all() == served.answers
+
+
+CRASH = ("--steps", "2", "--publish-every", "1", "--crash-at-step", "1", "--lease-s", "4")
