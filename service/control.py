@@ -370,7 +370,10 @@ class Control:
         if session is None:
             return False
         given = order.command.session
-        return given == session.id or (given is None and order.verb in _OF_A_SESSION)
+        if given is not None:
+            return given == session.id
+        # What the one who opened it sends meanwhile is a sign of life, whatever it is.
+        return order.verb in _OF_A_SESSION or order.command.issuer == session.owner
 
     def _stand_still(self, order: Order, life: Lifecycle) -> None:
         """While a command of the session waits or runs, no lease of its trainer runs out."""
@@ -399,6 +402,7 @@ class Control:
                     order.command.epoch,
                     args.manifest,
                     {name: seconds for name, seconds in budgets.items() if seconds is not None},
+                    order.command.issuer,
                 )
             case PauseArgs() as args:
                 self.sessions.hold_pause(args.lease_s, order.command.epoch)
@@ -464,7 +468,7 @@ class Control:
         self._leaving.clear()
 
     def _simulated(self, order: Order, life: Lifecycle) -> None:
-        if life.state in _END:
+        if life.state in _END and life.state is not State.SHUTTING_DOWN:  # engines die then, too
             self._reject(order, *_END[life.state])
             return
         try:

@@ -146,6 +146,7 @@ class Session:
     lease: Lease
     manifest: Manifest | None
     budgets_s: dict[str, float]
+    owner: str | None = None
     received: Received = field(default_factory=Received)
 
 
@@ -185,8 +186,9 @@ class Sessions:
         epoch: int | None,
         manifest: Manifest | None,
         budgets_s: dict[str, float],
+        owner: str | None = None,
     ) -> None:
-        self.session = Session(id, Lease(lease_s, epoch, time.monotonic()), manifest, budgets_s)
+        self.session = Session(id, Lease(lease_s, epoch, time.monotonic()), manifest, budgets_s, owner)
 
     def follow(self, open_session: str | None, paused_by_command: bool) -> None:
         """The state machine has moved on: forget what no longer exists."""

@@ -168,9 +168,11 @@ def situation(facts: Facts) -> Situation:
         case State.SERVING:
             return Situation.SERVING
         case State.PAUSED:
+            if Origin.SLEEP in facts.stops:
+                return Situation.PAUSED_BY_SLEEP
             if Origin.COMMAND in facts.stops:
                 return Situation.PAUSED_KEEP if facts.stop_mode is Mode.KEEP else Situation.PAUSED
-            return Situation.PAUSED_BY_SLEEP if Origin.SLEEP in facts.stops else Situation.PAUSED_OUTSIDE
+            return Situation.PAUSED_OUTSIDE
         case State.ASLEEP:
             return Situation.ASLEEP if facts.bad is None else Situation.ASLEEP_BAD
         case State.PARTIALLY_AWAKE:

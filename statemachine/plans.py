@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from statemachine import effects as fx
 from statemachine import events as ev
-from statemachine.facts import Facts, Session, Situation, situation
+from statemachine.facts import Facts, Session, Situation, shown, situation
 from statemachine.states import Mode, Origin, Phase, State, Strength, Tag
 
 SCHEDULING_TAG = "scheduling"
@@ -126,22 +126,19 @@ def pause(board: Board, request: ev.PauseRequested) -> Plan:
 
 def _pause_reaches_engine(facts: Facts, request: ev.PauseRequested) -> bool:
     """Whether a pause of an engine that is stopped already must be told to it."""
-    match situation(facts):
-        case Situation.PAUSED_KEEP:
-            if request.mode is Mode.WAIT and request.held:
-                raise Refused(
-                    "invalid_state",
-                    f"{request.held} requests are frozen by keep and never drain: "
-                    "resume, or pause with abort",
-                )
-            return request.mode is Mode.ABORT
-        case Situation.PAUSED:
-            return False
-        case Situation.PAUSED_BY_SLEEP | Situation.PAUSED_OUTSIDE:
-            frozen = request.held > 0 and strength(facts.stop_mode) is Strength.KEEP
-            return frozen and request.mode is Mode.ABORT
-        case _:
-            return strength(request.mode) > strength(facts.stop_mode)
+    if shown(facts) is not State.PAUSED:
+        return strength(request.mode) > strength(facts.stop_mode)
+    if Origin.COMMAND not in facts.stops:  # somebody else's stop: the origin is added, and no more
+        frozen = request.held > 0 and strength(facts.stop_mode) is Strength.KEEP
+        return frozen and request.mode is Mode.ABORT
+    if facts.stop_mode is not Mode.KEEP:
+        return False
+    if request.mode is Mode.WAIT and request.held:
+        raise Refused(
+            "invalid_state",
+            f"{request.held} requests are frozen by keep and never drain: resume, or pause with abort",
+        )
+    return request.mode is Mode.ABORT
 
 
 def _stop(board: Board, origin: Origin, call: fx.PauseEngine | fx.SleepEngine) -> Plan:
@@ -255,9 +252,9 @@ def _end_level_0(board: Board, request: ev.WakeUpRequested) -> Plan:
     rest = board.facts.without_stop(Origin.SLEEP)
     if rest.stops:
         board.facts = rest
-        return Done(changed=True, result={"woken": []})
+        return Done(changed=True, result={"woken": [SCHEDULING_TAG]})
     done = yield from resume(board, ev.ResumeRequested(ticket=request.ticket, cause=request.cause))
-    return replace(done, result={"woken": []})
+    return replace(done, result={"woken": [SCHEDULING_TAG] if board.facts.scheduling else []})
 
 
 def init_transfer(board: Board, request: ev.InitTransferRequested) -> Plan:

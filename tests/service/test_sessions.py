@@ -64,6 +64,19 @@ async def test_a_lease_stands_still_while_a_command_of_the_session_runs() -> Non
         assert s.life.facts.session is not None
 
 
+async def test_any_command_of_the_one_who_opened_it_is_a_sign_of_life() -> None:
+    async with shell() as s:
+        await s.do("start_weight_update", {"lease_s": 0.4}, issuer="trainer")
+        for _ in range(5):
+            await asyncio.sleep(0.15)
+            assert (await s.do("pause", {"mode": "keep"}, issuer="trainer"))["ok"]
+        assert s.life.facts.session is not None
+        async with asyncio.timeout(10):
+            while s.life.facts.session is not None:  # an operator's commands keep no trainer alive
+                await s.do("pause", {"mode": "keep"}, issuer="operator")
+                await asyncio.sleep(0.05)
+
+
 async def test_the_status_of_somebody_else_renews_nothing() -> None:
     async with shell() as s:
         await s.do("start_weight_update", {"lease_s": 0.3})

@@ -65,12 +65,13 @@ def test_wake_up_ends_only_a_level_0_sleep() -> None:
     driver = Driver.serving()
     driver.do(SLEEP, level=0)
     driver.do(PAUSE)
-    assert not driver.do(WAKE).changed  # a pause stands beside it
+    assert driver.do(WAKE).changed
+    assert driver.life.facts.stops == (Origin.COMMAND,)  # a pause stands beside it
     assert driver.life.state is State.PAUSED
     driver.do(RESUME)
     driver.do(SLEEP, level=0)
     assert not driver.do(WAKE, tags=("weights",)).changed
-    assert driver.do(WAKE, tags=("scheduling",)).changed
+    assert driver.do(WAKE, tags=("scheduling",)).result == {"woken": ["scheduling"]}
     assert driver.life.state is State.SERVING
 
 
