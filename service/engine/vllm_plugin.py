@@ -10,6 +10,7 @@ replies unread when one fails, and each later call then reads the reply of the o
 
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
 import signal
@@ -28,6 +29,10 @@ WAKE = "watchkeeper_wake"
 WEIGHTS = "watchkeeper_weights"
 PROCESSES = "watchkeeper_processes"
 
+BUSY_WAIT_S = 0.1
+"""How long a worker spins for the next call before it waits for it; vLLM's own second, after each of our
+questions, would keep half a core busy in every worker of an idle engine."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -39,6 +44,7 @@ def register() -> None:
     """Entry point; may run any number of times in a process."""
     if os.environ.get(HOST_PID_VARIABLE):
         _die_with_parent()
+        _wait_without_spinning()
 
     from vllm.v1.engine.core import EngineCore
 
@@ -63,6 +69,23 @@ def register_backends() -> None:
         # Registered already: this is not the first call, or somebody else has a backend of that name.
         with contextlib.suppress(ValueError):
             factory.register_engine(*backend)
+
+
+def _wait_without_spinning() -> None:
+    try:
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    except ImportError:
+        return  # another vLLM than those that were tested; it costs processor time, and nothing else
+    original = SpinCondition.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def shorter(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.busy_loop_s = min(self.busy_loop_s, BUSY_WAIT_S)
+
+    SpinCondition.__init__ = shorter
 
 
 def _die_with_parent() -> None:

@@ -1,5 +1,7 @@
 """From the start to the first completion."""
 
+import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.integration.served import (
     SOON_S,
     Served,
     measure,
+    measured,
 )
 from tests.program import Program
 
@@ -83,6 +86,21 @@ async def test_readiness_discovery_and_a_completion(served: Served, client: Clie
     assert (answer.status, answer.finish_reason, answer.count) == (200, "length", 20)
     models = await served.get("/v1/models")
     assert [model["id"] for model in models["data"]] == [served.model]
+
+
+async def test_an_idle_engine_keeps_no_core_busy(served: Served) -> None:
+    """Although it is asked how it is every two seconds: vLLM's workers spin after every call."""
+    [worker] = served.processes("VLLM::Worker")
+    before_s, began_s = cpu_s(worker), time.monotonic()
+    await asyncio.sleep(6)
+    share = (cpu_s(worker) - before_s) / (time.monotonic() - began_s)
+    measured["share of a core that an idle worker uses"] = f"{100 * share:.0f} %"
+    assert share < 0.2
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def test_what_nobody_knows_changes_nothing(served: Served) -> None:
