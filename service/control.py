@@ -388,7 +388,7 @@ class Control:
         for lease in order.leases:
             lease.busy -= 1
             if accepted:
-                lease.renewed_s = time.monotonic()
+                self.sessions.renew(lease)
         order.leases = []
 
     def _note(self, order: Order, result: dict[str, Any]) -> None:
@@ -431,8 +431,7 @@ class Control:
         assert isinstance(args, StatusArgs)
         session = self.sessions.session
         if session is not None and order.command.session == session.id:
-            for lease in filter(None, (session.lease, self.sessions.pause)):
-                lease.renewed_s = time.monotonic()
+            self.sessions.renew(session.lease, self.sessions.pause)
         result: dict[str, Any] = {}
         if args.verb is not None and args.id is not None:
             self._forget_old()

@@ -157,11 +157,15 @@ class Sessions:
         raise_epoch: is told a higher epoch, to keep it for all instances and later lives.
     """
 
-    def __init__(self, raise_epoch: Callable[[int], None] = lambda epoch: None) -> None:
+    def __init__(
+        self,
+        raise_epoch: Callable[[int], None] = lambda epoch: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.session: Session | None = None
         self.pause: Lease | None = None
         self.highest_epoch: int | None = None
-        self._raise_epoch = raise_epoch
+        self._raise_epoch, self._clock = raise_epoch, clock
         self._expired: deque[str] = deque(maxlen=EXPIRED_KEPT)
 
     # --- epochs ---------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ class Sessions:
         budgets_s: dict[str, float],
         owner: str | None = None,
     ) -> None:
-        self.session = Session(id, Lease(lease_s, epoch, time.monotonic()), manifest, budgets_s, owner)
+        self.session = Session(id, Lease(lease_s, epoch, self._clock()), manifest, budgets_s, owner)
 
     def follow(self, open_session: str | None, paused_by_command: bool) -> None:
         """The state machine has moved on: forget what no longer exists."""
@@ -199,7 +203,12 @@ class Sessions:
 
     def hold_pause(self, lease_s: float | None, epoch: int | None) -> None:
         """A pause was accepted. One without a lease stays until somebody resumes."""
-        self.pause = Lease(lease_s, epoch, time.monotonic())
+        self.pause = Lease(lease_s, epoch, self._clock())
+
+    def renew(self, *leases: Lease | None) -> None:
+        """Their holder has shown a sign of life."""
+        for lease in filter(None, leases):
+            lease.renewed_s = self._clock()
 
     def expired(self, id: str) -> bool:
         return id in self._expired
@@ -213,7 +222,7 @@ class Sessions:
 
         They have run out, or belong to a lower epoch than the one in power.
         """
-        now_s = time.monotonic()
+        now_s = self._clock()
         session = self.session.id if self.session and self._is_over(self.session.lease, now_s) else None
         pause = self.pause
         leased = pause is not None and pause.length_s is not None
