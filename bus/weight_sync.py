@@ -18,7 +18,7 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -34,7 +34,10 @@ IDLE_S = 900.0
 _RENEWALS_PER_LEASE = 4
 _LOOK_EVERY_S = 2.0
 _LOOK_TIMEOUT_S = 5.0
-_GONE_AFTER = 3
+_ABSENT_S = 5.0
+"""How long an instance that does not listen is given to return: it may have lost its broker for a moment."""
+_GONE_AFTER = 5
+"""Looks in a row, while a command of it was running."""
 _ABORT_TIMEOUT_S = 30.0
 _OTHERS_S = 1.0
 _QUEUED_S = 30.0
@@ -433,8 +436,17 @@ class NATSWeightSyncClient:
         instance, id = member.instance, secrets.token_hex(12)
         session = member.session if verb is not Verb.START_WEIGHT_UPDATE else None
 
-        def send() -> Awaitable[Reply]:
-            return instance.send(verb, args, id=id, epoch=self._epoch, session=session, timeout_s=timeout_s)
+        async def send() -> Reply:
+            end = time.monotonic() + _ABSENT_S
+            while True:
+                try:
+                    return await instance.send(
+                        verb, args, id=id, epoch=self._epoch, session=session, timeout_s=timeout_s
+                    )
+                except NoAnswer as error:
+                    if error.sent or time.monotonic() > end:
+                        raise
+                await asyncio.sleep(0.2)
 
         answer = asyncio.ensure_future(send())
         look = asyncio.ensure_future(self._look_after(member, verb, id))

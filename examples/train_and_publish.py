@@ -88,9 +88,11 @@ class Publisher(Protocol):
 class ByFile:
     """A checkpoint on a disk that the engines see too, and the verbs of `bus.client`."""
 
-    def __init__(self, url: str, instances: list[str], model: Any, directory: Path, lease_s: float) -> None:
-        self._url, self._instances, self._model = url, instances, model
-        self._directory, self._lease_s = directory, lease_s
+    def __init__(
+        self, options: argparse.Namespace, instances: list[str], model: Any, directory: Path
+    ) -> None:
+        self._options, self._instances, self._model = options, instances, model
+        self._directory = directory
         self._epoch: int | None = None
 
     def publish(self, version: str, crash: Callable[[], None] | None, loading: bool) -> None:
@@ -101,14 +103,15 @@ class ByFile:
     async def _publish(
         self, checkpoint: Path, version: str, crash: Callable[[], None] | None, loading: bool
     ) -> None:
-        async with Client.connect(self._url, issuer="example") as client:
+        options = self._options
+        async with Client.connect(options.nats, component=options.component, issuer="example") as client:
             if self._epoch is None:  # whoever trained before has no say any more
                 self._epoch = await next_epoch(client.bus, client.namespace, client.component)
 
             async def update(name: str) -> None:
                 engine = client.instance(name)
                 async with engine.weight_update(
-                    version=version, lease_s=self._lease_s, epoch=self._epoch
+                    version=version, lease_s=options.lease_s, epoch=self._epoch
                 ) as session:
                     if crash and not loading:
                         crash()
@@ -208,7 +211,11 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)  # the engine wants to compute too
     torch.manual_seed(0)
     with NATSWeightSyncClient(
-        options.nats, instances=options.instance, issuer="example", lease_s=options.lease_s
+        options.nats,
+        component=options.component,
+        instances=options.instance,
+        issuer="example",
+        lease_s=options.lease_s,
     ) as client:
         served = {name: reply.state for name, reply in client.send("status").items() if reply.state}
         first = served[min(served)]
@@ -219,7 +226,7 @@ def main(argv: list[str]) -> int:
             publisher = ByGloo(client, list(served), lesson.model)
         else:
             directory = Path(options.checkpoints or tempfile.mkdtemp(prefix="checkpoints-")).resolve()
-            publisher = ByFile(options.nats, list(served), lesson.model, directory, options.lease_s)
+            publisher = ByFile(options, list(served), lesson.model, directory)
         tell(client, listener, "before the first step")
         listener.start()
         try:
@@ -265,6 +272,7 @@ def die() -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--nats", default="nats://127.0.0.1:4222", metavar="URL")
+    parser.add_argument("--component", default="backend")
     parser.add_argument("--instance", help="which one to update; without it all of the component")
     parser.add_argument("--model", metavar="DIR", help="where to begin; without it what the instance serves")
     parser.add_argument("--via", choices=("file", "gloo"), default="file")

@@ -321,6 +321,21 @@ async def test_an_instance_that_goes_away_is_not_waited_for(scripted: Any, train
     assert isinstance(failure.value.failed["a"], NoAnswer)
 
 
+async def test_an_instance_that_was_away_for_a_moment_is_waited_for(
+    scripted: Any, trainer: MakeClient, connect: Connect
+) -> None:
+    """It lost its broker, and comes back."""
+    engine, client = await scripted("a"), trainer(instances="a")
+    await engine.bus.close()
+    sending = asyncio.ensure_future(call(client.send, "status"))
+    await asyncio.sleep(1)
+    assert not sending.done()
+    await Scripted(await connect(), "a").start()
+    assert (await sending)["a"].ok
+    with pytest.raises(WeightSyncFailed, match="no instance of this name listens"):
+        await call(trainer(instances="nobody").send, "status")
+
+
 async def test_one_failure_does_not_wait_for_those_that_hang(scripted: Any, trainer: MakeClient) -> None:
     """They wait for tensors that the trainer will not send."""
     engines = {name: await scripted(name) for name in ("a", "b")}

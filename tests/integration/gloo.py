@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from bus.client import Client
 from bus.weight_sync import NATSWeightSyncClient
 from service.engine.tiny_model import ENGINE_ARGS
 from tests.broker import eventually
@@ -15,6 +16,9 @@ from tests.integration.served import SOON_S, Served
 from tests.program import Program
 
 BACKEND = ("--weight-transfer-config", json.dumps({"backend": "gloo"}))
+
+COMPONENT = "gloo"
+"""Its own: what others send to all of theirs is not for it."""
 
 _shared: "WeakKeyDictionary[Fleet, Served]" = WeakKeyDictionary()
 
@@ -31,18 +35,19 @@ async def shared(fleet: Fleet) -> Served:
 
 async def start(fleet: Fleet) -> Served:
     name = f"gloo-{secrets.token_hex(4)}"
+    client = Client(fleet._client.bus, component=COMPONENT, issuer="integration")
     ready, model = fleet._folder / f"{name}.json", fleet._models / "a"
     program = await Program.start(
         fleet._folder,
         *("serve", str(model), "--instance", name, "--nats", fleet._broker.url, "--ready-file", str(ready)),
         *("--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"),
-        *("--admin-address", "127.0.0.1:0", "--grace-period-s", "0.5"),
+        *("--admin-address", "127.0.0.1:0", "--grace-period-s", "0.5", "--component", COMPONENT),
         *("--", "--enable-scale-out", *ENGINE_ARGS, *BACKEND),
     )
     try:
         await eventually(lambda: ready.exists() or program.exit_code is not None, within_s=SOON_S)
         assert ready.exists(), program.last_words()
-        served = Served(program, fleet._client, fleet._http, ready)
+        served = Served(program, client, fleet._http, ready)
     except BaseException:
         await program.kill()
         raise

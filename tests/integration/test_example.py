@@ -4,11 +4,10 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from bus.weight_sync import NATSWeightSyncClient
@@ -23,8 +22,6 @@ pytestmark = REAL
 EXAMPLE = ROOT / "examples/train_and_publish.py"
 TUNE = " do re mi fa so la ti do"
 LINE = re.compile(r"step +(\d+), loss ([\d.]+): \S+ serves '(\S+)' and sings '(.*)'")
-
-Restore = Callable[[], Awaitable[None]]
 
 
 class Run:
@@ -49,7 +46,7 @@ async def by_file(fleet: Fleet) -> AsyncIterator[Served]:
 async def by_gloo(fleet: Fleet, broker: NatsServer) -> AsyncIterator[Served]:
     served = await gloo.shared(fleet)
     yield served
-    trainer = NATSWeightSyncClient(broker.url, instances=served.name)
+    trainer = NATSWeightSyncClient(broker.url, component=gloo.COMPONENT)
     await gloo.send(trainer, Path(served.model), "a")
     await asyncio.to_thread(trainer.close)
 
@@ -58,7 +55,7 @@ async def train(served: Served, broker: NatsServer, folder: Path, *options: str)
     async with asking(served) as heard:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(EXAMPLE), "--nats", broker.url, "--instance", served.name),
-            *("--checkpoints", str(folder), *options),
+            *("--component", served.client.component, "--checkpoints", str(folder), *options),
             cwd=folder,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -86,13 +83,22 @@ async def asking(served: Served) -> AsyncIterator[list[str]]:
         client.cancel()
 
 
-@pytest.mark.parametrize("way", ["file", "gloo"])
-async def test_an_engine_learns_while_it_serves(
-    request: pytest.FixtureRequest, fleet: Fleet, broker: NatsServer, tmp_path: Path, way: str
+async def test_an_engine_learns_from_files_while_it_serves(
+    by_file: Served, broker: NatsServer, tmp_path: Path
 ) -> None:
-    served: Served = request.getfixturevalue(f"by_{way}")
+    await learns(by_file, broker, tmp_path, "file")
+
+
+async def test_an_engine_learns_over_gloo_while_it_serves(
+    by_gloo: Served, broker: NatsServer, tmp_path: Path
+) -> None:
+    await learns(by_gloo, broker, tmp_path, "gloo")
+
+
+async def learns(served: Served, broker: NatsServer, folder: Path, way: str) -> None:
+    """Loss falls, versions follow, answers change towards the tune, and no request fails."""
     began = time.monotonic()
-    run = await train(served, broker, tmp_path, "--via", way, "--steps", "30", "--publish-every", "10")
+    run = await train(served, broker, folder, "--via", way, "--steps", "30", "--publish-every", "10")
     assert run.code == 0, run.output
     told = LINE.findall(run.output)
     assert [(int(step), version) for step, _, version, _ in told] == [

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bus.client import Client
 from bus.weight_sync import NATSWeightSyncClient, WeightSyncFailed
 from tests.broker import NatsServer, eventually
 from tests.integration import gloo
@@ -34,7 +33,7 @@ async def receiving(fleet: Fleet) -> Served:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def trainer(broker: NatsServer, receiving: Served) -> AsyncIterator[NATSWeightSyncClient]:
-    client = NATSWeightSyncClient(broker.url, instances=receiving.name, issuer="gloo-trainer", lease_s=5.0)
+    client = NATSWeightSyncClient(broker.url, component=gloo.COMPONENT, issuer="gloo-trainer", lease_s=5.0)
     yield client
     await asyncio.to_thread(client.close)
 
@@ -42,7 +41,6 @@ async def trainer(broker: NatsServer, receiving: Served) -> AsyncIterator[NATSWe
 async def test_vllms_trainer_engine_updates_a_real_instance(
     receiving: Served,
     trainer: NATSWeightSyncClient,
-    client: Client,
     models: Path,
     answers_of_b: list[str],
 ) -> None:
@@ -66,7 +64,7 @@ async def test_vllms_trainer_engine_updates_a_real_instance(
     state = await receiving.state()
     assert (state.state, state.ready, state.weights.version) == ("serving", True, "b by gloo")
     assert (state.weights.good, state.weights.epoch) == (True, trainer.epoch)
-    assert (await client.instances())[receiving.name].weight_version == "b by gloo"
+    assert (await receiving.client.instances())[receiving.name].weight_version == "b by gloo"
     assert set(await receiving.versions()) == {"b by gloo"}
     assert await receiving.complete_all() == answers_of_b
     assert receiving.watches["readiness"].statuses[before + 2 :] == ["NOT_SERVING", "SERVING"]
