@@ -152,7 +152,7 @@ async def test_a_port_that_does_not_greet_is_no_nats_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         assert not await answers("127.0.0.1", silent.getsockname()[1])
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5
 
 
 PARENT = """

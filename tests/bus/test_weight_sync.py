@@ -303,7 +303,7 @@ async def test_a_lost_reply_is_asked_for_again(scripted: Any, trainer: MakeClien
     engine.answers["status"] = {"reply": {"ok": True}, "running": False}
     began = time.monotonic()
     await update(client, "v1")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     ids = [command.id for verb, command in engine.got if verb == "update_weights"]
     assert len(ids) == 2 and len(set(ids)) == 1
 

@@ -212,7 +212,7 @@ async def test_a_host_that_is_killed_is_found_at_once(tmp_path: Path, nats_url: 
         os.kill(host_of(one), KILL)
         killed_s = time.monotonic()
         await eventually(lambda: "failed" in one.states)
-        assert time.monotonic() - killed_s < 5  # a guard; the benchmark has the figure
+        assert time.monotonic() - killed_s < 25  # a guard; the benchmark has the figure
         assert await one.end() == 1
         await gone(one.program)
 

@@ -177,7 +177,7 @@ async def test_closing_ends_watches_without_a_status_of_its_own_and_frees_the_po
         server.set({"liveness": False})
         began = time.monotonic()
         await server.close()
-        assert time.monotonic() - began < 2  # 0.05 s on an idle machine: no grace is waited out
+        assert time.monotonic() - began < 10  # 0.05 s on an idle machine: no grace is waited out
         assert {await watch.ended() for watch in watches} == {grpc.StatusCode.OK}
         assert {tuple(watch.seen) for watch in watches} == {(UP, DOWN)}
     gone = await probe(Address("127.0.0.1", server.port), "liveness", 5, 5)
@@ -201,7 +201,7 @@ async def test_a_frozen_reader_holds_up_neither_the_others_nor_the_end(server: H
         await watch.until(UP, DOWN)
         began = time.monotonic()
         await server.close()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         call.cancel()
 
 
