@@ -539,7 +539,7 @@ async def test_a_trainer_that_starts_again_finds_what_it_did(client: Client, mem
             {},
             None,
             "step-7",
-            fleet_module._Limits(5, 5, 5, 5),
+            fleet_module._Limits(30, 30, 30, 30),
         )
         await lost._prepare()
         await lost.load(CHUNK)
