@@ -23,24 +23,23 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm.distributed.weight_transfer.base import ModuleSource
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from bus.client import Client
 from bus.epochs import next_epoch
 from bus.messages import Snapshot
 from bus.weight_sync import NATSWeightSyncClient
-from service.engine.vllm_gloo import GlooTrainerInitInfo
 
 TUNE = " do re mi fa so la ti do"
 PROMPTS = ("It was a dark and stormy night", "Hello", "The capital of France is", "Sing")
 LEARNING_RATE = 1e-4
+PAUSE_S = 0.05
+"""Between two requests, so that trainer and engine find time on one machine."""
 
 
 # --- the trainer ----------------------------------------------------------------------------------
@@ -77,10 +76,10 @@ class Lesson:
 class Publisher(Protocol):
     """Gives the weights as they are now to every instance.
 
-    `crash`, if given, is called in the middle of the update: with nothing loaded or, `loading`, with a part.
+    With `crash` the trainer dies in the middle: when the update is `open`, or `loaded` and not finished.
     """
 
-    def publish(self, version: str, crash: Callable[[], None] | None, loading: bool) -> None: ...
+    def publish(self, version: str, crash: str | None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -95,29 +94,26 @@ class ByFile:
         self._directory = directory
         self._epoch: int | None = None
 
-    def publish(self, version: str, crash: Callable[[], None] | None, loading: bool) -> None:
+    def publish(self, version: str, crash: str | None) -> None:
         checkpoint = self._directory / version
         self._model.save_pretrained(checkpoint)
-        asyncio.run(self._publish(checkpoint, version, crash, loading))
+        asyncio.run(self._publish(checkpoint, version, crash))
 
-    async def _publish(
-        self, checkpoint: Path, version: str, crash: Callable[[], None] | None, loading: bool
-    ) -> None:
+    async def _publish(self, checkpoint: Path, version: str, crash: str | None) -> None:
         options = self._options
         async with Client.connect(options.nats, component=options.component, issuer="example") as client:
             if self._epoch is None:  # whoever trained before has no say any more
                 self._epoch = await next_epoch(client.bus, client.namespace, client.component)
 
             async def update(name: str) -> None:
-                engine = client.instance(name)
-                async with engine.weight_update(
+                async with client.instance(name).weight_update(
                     version=version, lease_s=options.lease_s, epoch=self._epoch
                 ) as session:
-                    if crash and not loading:
-                        crash()
+                    if crash == "open":
+                        die()
                     await session.load({"path": str(checkpoint)})
-                    if crash:
-                        crash()
+                    if crash == "loaded":
+                        die()
 
             await asyncio.gather(*map(update, self._instances))
 
@@ -128,17 +124,21 @@ class ByFile:
 class ByGloo:
     """vLLM's trainer engine class; the four calls that it makes go over the bus."""
 
-    def __init__(self, client: NATSWeightSyncClient, instances: list[str], model: Any) -> None:
-        self._client = client
-        self._source = Source(model)
-        info = GlooTrainerInitInfo("127.0.0.1", 0, world_size=1 + len(instances), rank=0)
-        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
+    def __init__(self, client: "MortalClient", instances: list[str], model: Any) -> None:
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    def publish(self, version: str, crash: Callable[[], None] | None, loading: bool) -> None:
-        if crash and not loading:
-            self._client.start_weight_update()
-            crash()
-        self._source.crash = crash
+        from service.engine.vllm_gloo import GlooTrainerInitInfo
+
+        self._client = client
+        # One worker in each instance.
+        info = GlooTrainerInitInfo("127.0.0.1", 0, world_size=1 + len(instances), rank=0)
+        self._engine = WeightTransferTrainerFactory.trainer_init(
+            info, client=client, source=ModuleSource(model)
+        )
+
+    def publish(self, version: str, crash: str | None) -> None:
+        self._client.crash = crash
         self._client.weight_version = version
         self._engine.send_weights()
 
@@ -146,16 +146,20 @@ class ByGloo:
         self._engine.shutdown()
 
 
-class Source(ModuleSource):  # type: ignore[misc]
-    """The model's parameters; crashes on the way if it is told to."""
+class MortalClient(NATSWeightSyncClient):
+    """As every trainer has it, with a way to die between two of its calls."""
 
-    crash: Callable[[], None] | None = None
+    crash: str | None = None
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for n, pair in enumerate(super().__iter__()):
-            if self.crash and n == 10:
-                self.crash()
-            yield pair
+    def start_weight_update(self, manifest: dict[str, Any] | None = None) -> None:
+        super().start_weight_update(manifest)
+        if self.crash == "open":
+            die()
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if self.crash == "loaded":
+            die()
+        super().finish_weight_update(weight_version)
 
 
 # --- who asks the engine meanwhile ----------------------------------------------------------------
@@ -182,6 +186,7 @@ class Listener(threading.Thread):
             self.requests += 1
             try:
                 self._heard(self.ask())
+                self._stopped.wait(PAUSE_S)
             except (OSError, ValueError) as error:  # no connection, a status that is not 200, no JSON
                 self.failures.append(str(error))
                 time.sleep(0.1)
@@ -210,7 +215,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     torch.set_num_threads(1)  # the engine wants to compute too
     torch.manual_seed(0)
-    with NATSWeightSyncClient(
+    with MortalClient(
         options.nats,
         component=options.component,
         instances=options.instance,
@@ -251,8 +256,8 @@ def train(
     for step in range(1, options.steps + 1):
         losses.append(lesson.step())
         if step % options.publish_every == 0 or step == options.steps:
-            crash = die if options.crash_at_step and step >= options.crash_at_step else None
-            publisher.publish(f"step-{step}", crash, options.crash_when == "loading")
+            crashes = options.crash_at_step is not None and step >= options.crash_at_step
+            publisher.publish(f"step-{step}", options.crash_when if crashes else None)
             tell(f"step {step:3}, loss {losses[-1]:.3f}")
     return losses
 
@@ -283,9 +288,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--crash-at-step", type=int, metavar="STEP", help="at the first update from there on")
     parser.add_argument(
         "--crash-when",
-        choices=("open", "loading"),
+        choices=("open", "loaded"),
         default="open",
-        help="before anything is loaded, so that the old weights come back; or with a part of it loaded",
+        help="before anything is loaded, so that the old weights come back; or when all is, but not finished",
     )
     return parser.parse_args(argv)
 

@@ -20,6 +20,8 @@ from tests.program import ROOT
 pytestmark = REAL
 
 EXAMPLE = ROOT / "examples/train_and_publish.py"
+ASK_EVERY_S = 0.3
+"""An engine that never rests leaves nothing of a small machine to the trainer."""
 TUNE = " do re mi fa so la ti do"
 LINE = re.compile(r"step +(\d+), loss ([\d.]+): \S+ serves '(\S+)' and sings '(.*)'")
 
@@ -73,6 +75,7 @@ async def asking(served: Served) -> AsyncIterator[list[str]]:
     async def ask() -> None:
         while True:
             heard.append(await served.complete(max_tokens=8))
+            await asyncio.sleep(ASK_EVERY_S)
 
     client = asyncio.create_task(ask())
     try:
@@ -132,11 +135,11 @@ async def test_its_crash_before_anything_is_loaded_leads_back_by_the_lease(
     assert await served.complete_all() == served.answers
 
 
-async def test_its_crash_with_a_part_loaded_keeps_traffic_away_until_the_next_update(
+async def test_its_crash_with_weights_loaded_keeps_traffic_away_until_the_next_update(
     by_file: Served, broker: NatsServer, tmp_path: Path
 ) -> None:
     served, before = by_file, (await by_file.state()).weights.version
-    run = await train(served, broker, tmp_path, "--via", "file", *CRASH, "--crash-when", "loading")
+    run = await train(served, broker, tmp_path, "--via", "file", *CRASH, "--crash-when", "loaded")
     assert run.code == -9, run.output
     async with asyncio.timeout(30):
         while phase(state := await served.state()) != "tainted":
