@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bus.client import Client
 from bus.connection import Bus
 from bus.embedded import EmbeddedServer
+from service.engine.tiny_model import ENGINE_ARGS, write_tiny_model
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -47,7 +48,15 @@ import asyncio, json, sys, time
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 async def main():
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=sys.argv[1], max_model_len=512))
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=sys.argv[1],
+            enforce_eager=True,
+            max_model_len=2048,
+            kv_cache_memory_bytes=64 << 20,
+            dtype="float32",
+        )
+    )
     pause, resume = [], []
     try:
         for n in range(int(sys.argv[2]) + 10):
@@ -66,6 +75,7 @@ if __name__ == "__main__":
 """
 
 WARM_UP = 10
+LOAD_LIMIT_S = 600
 
 
 class Watch:
@@ -83,7 +93,7 @@ class Watch:
 
     async def until(self, status: int) -> float:
         while True:
-            got, at = await asyncio.wait_for(self._changes.get(), 120)
+            got, at = await asyncio.wait_for(self._changes.get(), LOAD_LIMIT_S)
             if got == status:
                 return at
 
@@ -136,6 +146,8 @@ async def instance(url: str, model: str, engine: str, pairs: int, folder: Path) 
     command += ["--instance", "bench", "--ready-file", str(ready), "--grace-period-s", "0"]
     for option in ("--grpc-address", "--http-address", "--admin-address"):
         command += [option, "127.0.0.1:0"]
+    if engine == "vllm":
+        command += ["--", *ENGINE_ARGS]
     times: dict[str, list[float]] = {"seen": [], "pause": [], "resume": [], "back": []}
     async with process(*command) as serve, Client.connect(url) as client:
         assert serve.stdout is not None
@@ -191,8 +203,6 @@ async def main() -> None:
         try:
             model = folder / "model"
             if options.engine == "vllm":
-                from service.engine.tiny_model import write_tiny_model
-
                 print("writing the tiny model", file=sys.stderr)
                 write_tiny_model(model, 0)
             print("bare NATS requests", file=sys.stderr)
