@@ -22,7 +22,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from bus import epochs
 from bus.client import Client, CommandFailed, Instance, NoAnswer
 from bus.connection import BusError, Credentials
 from bus.messages import CacheRule, JsonMap, Mode, Reply, StateName, Verb
@@ -250,8 +249,7 @@ class NATSWeightSyncClient:
             entering = Client.connect(urls, namespace, component, issuer, wait_s, credentials)
             self._client = await self._thread.stack.enter_async_context(entering)
         if self._epoch is None:
-            client = self._client
-            self._epoch = await epochs.next_epoch(client.bus, client.namespace, client.component)
+            self._epoch = await self._client.new_epoch()
         return self._client
 
     async def _disconnect(self) -> None:

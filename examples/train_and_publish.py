@@ -31,7 +31,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bus.client import Client
-from bus.epochs import next_epoch
 from bus.messages import Snapshot
 from bus.weight_sync import NATSWeightSyncClient
 
@@ -103,7 +102,7 @@ class ByFile:
         options = self._options
         async with Client.connect(options.nats, component=options.component, issuer="example") as client:
             if self._epoch is None:  # whoever trained before has no say any more
-                self._epoch = await next_epoch(client.bus, client.namespace, client.component)
+                self._epoch = await client.new_epoch()
 
             async def update(name: str) -> None:
                 async with client.instance(name).weight_update(
