@@ -43,6 +43,9 @@ ALL_UP = dict.fromkeys(NAMES, SERVING)
 NOT_READY = ALL_UP | {"readiness": NOT_SERVING}
 ALL_DOWN = dict.fromkeys(NAMES, NOT_SERVING)
 
+LONG = 1500
+"""Tokens of an answer that takes seconds, so that whatever is done meanwhile comes in the middle of it."""
+
 PROMPT = "It was a dark and stormy night"
 PROMPTS = (PROMPT, "Jello", "The capital of France is")
 
@@ -217,6 +220,7 @@ class Served:
         self.engine = client.instance(self.name)
         self.watches = {name: Watch(self.grpc, name) for name in NAMES}
         self.answers: list[str] = []
+        self._long_answer = ""
         self._http = http
 
     @classmethod
@@ -307,6 +311,11 @@ class Served:
 
     async def complete_all(self) -> list[str]:
         return [await self.complete(prompt) for prompt in PROMPTS]
+
+    async def long_answer(self) -> str:
+        """All that it answers to `PROMPT` in `LONG` tokens, with the weights that it was started on."""
+        self._long_answer = self._long_answer or await self.complete(max_tokens=LONG)
+        return self._long_answer
 
     async def versions(self) -> list[str]:
         """The weight versions that took part in an answer."""

@@ -10,6 +10,7 @@ from bus.client import Client, CommandFailed
 from tests.broker import eventually
 from tests.integration.served import (
     ALL_UP,
+    LONG,
     NOT_READY,
     NOT_SERVING,
     REAL,
@@ -203,15 +204,15 @@ async def in_flight(served: Served, count: int) -> bool:
 
 async def test_what_was_frozen_goes_on_with_new_weights(served: Served, client: Client, models: Path) -> None:
     """The part that was computed before stays as it was sent."""
-    whole = await served.complete(max_tokens=400)
-    answer = await served.stream(max_tokens=400).reaches(20)
+    whole = await served.long_answer()
+    answer = await served.stream(max_tokens=LONG).reaches(20)
     async with served.engine.weight_update(version="b") as update:
         frozen_at = await answer.stands_still()
         so_far = answer.text
         await update.load({"path": str(models / "b")})
-        assert await answer.stands_still() == frozen_at < 400
+        assert await answer.stands_still() == frozen_at < LONG
     await answer.end()
-    assert (answer.finish_reason, answer.count) == ("length", 400)
+    assert (answer.finish_reason, answer.count) == ("length", LONG)
     assert whole.startswith(so_far) and answer.text.startswith(so_far)
     assert answer.text != whole
     await served.update(models / "a", "a")
@@ -222,7 +223,7 @@ async def test_requests_end_when_the_weights_are_tainted(
     served: Served, client: Client, models: Path, tmp_path: Path
 ) -> None:
     """One that waited for its first token, and one in the middle: both are told to try elsewhere."""
-    frozen = await served.stream(max_tokens=1500).reaches(20)
+    frozen = await served.stream(max_tokens=LONG).reaches(20)
     started = await served.engine.start_weight_update()
     assert started.result is not None
     held = served.stream()
@@ -284,7 +285,7 @@ async def test_waking_onto_discarded_weights_schedules_nothing(
     served: Served, client: Client, models: Path
 ) -> None:
     """Level 2 drops them. vLLM on the CPU keeps them in truth, and would answer."""
-    frozen = await served.stream(max_tokens=1500).reaches(20)
+    frozen = await served.stream(max_tokens=LONG).reaches(20)
     slept = await served.engine.sleep(2, mode="keep")
     assert shown(slept) == (True, "asleep", True)
     assert not snapshot(slept).weights.good

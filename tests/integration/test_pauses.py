@@ -13,6 +13,7 @@ from bus.connection import Bus, Timeout
 from tests.broker import NatsServer, eventually
 from tests.integration.served import (
     ALL_UP,
+    LONG,
     NAMES,
     NOT_READY,
     NOT_SERVING,
@@ -27,9 +28,6 @@ from tests.integration.served import (
 )
 
 pytestmark = REAL
-
-LONG = 1500
-"""Tokens of an answer that takes seconds."""
 
 
 def assert_refused(answer: Answer) -> None:
@@ -98,13 +96,13 @@ async def test_wait_answers_when_it_has_finished(served: Served) -> None:
 
 @pytest.mark.parametrize("clear_cache", [True, False], ids=["cache cleared", "cache kept"])
 async def test_keep_freezes_and_the_text_does_not_notice(served: Served, clear_cache: bool) -> None:
-    whole = await served.complete(max_tokens=400)
-    answer = await served.stream(max_tokens=400).reaches(20)
+    whole = await served.long_answer()
+    answer = await served.stream(max_tokens=LONG).reaches(20)
     paused = await served.engine.pause("keep", clear_cache=clear_cache)
     assert shown(paused) == (True, "paused", True)
     held = served.stream()  # accepted, and held
     frozen_at = await answer.stands_still()
-    assert 20 <= frozen_at < 400
+    assert 20 <= frozen_at < LONG
     assert (await served.state()).in_flight == 2
     assert await served.health() == NOT_READY
     assert len(answer.tokens) == frozen_at and held.tokens == []
@@ -161,8 +159,8 @@ async def resume_is_refused(served: Served) -> None:
 
 
 async def test_sleep_with_keep_holds_and_waking_step_by_step_lets_nothing_through(served: Served) -> None:
-    whole = await served.complete(max_tokens=300)
-    answer = await served.stream(max_tokens=300).reaches(10)
+    whole = await served.long_answer()
+    answer = await served.stream(max_tokens=LONG).reaches(10)
     await served.engine.sleep(1, mode="keep")
     held = served.stream()
     frozen_at = await answer.stands_still()
@@ -171,14 +169,14 @@ async def test_sleep_with_keep_holds_and_waking_step_by_step_lets_nothing_throug
     await served.engine.wake_up(["kv_cache", "kv_cache", "weights"])
     # All memory is resident and the weights are good: that was the full wake-up.
     assert (await served.state()).state == "serving"
-    assert frozen_at < 300
+    assert frozen_at < LONG
     assert (await answer.end()).text == whole
     assert (await held.end()).text == served.answers[0]
     await back_to_serving(served)
 
 
 async def test_a_wake_up_ends_no_pause_that_came_without_a_sleep(served: Served) -> None:
-    answer = await served.stream(max_tokens=300).reaches(10)
+    answer = await served.stream(max_tokens=LONG).reaches(10)
     await served.engine.pause("keep")
     frozen_at = await answer.stands_still()
     woken = await served.engine.wake_up()
@@ -192,9 +190,9 @@ async def test_a_wake_up_ends_no_pause_that_came_without_a_sleep(served: Served)
 
 async def test_a_long_pause_is_no_illness(served: Served) -> None:
     """What a liveness probe would have restarted: a minute's pause for somebody else's training step."""
-    whole = await served.complete(max_tokens=400)
+    whole = await served.long_answer()
     before = {name: len(served.watches[name].seen) for name in NAMES}
-    answer = await served.stream(max_tokens=400).reaches(20)
+    answer = await served.stream(max_tokens=LONG).reaches(20)
     await served.engine.pause("keep")
     frozen_at = await answer.stands_still()
     began_s = time.monotonic()
@@ -259,7 +257,7 @@ async def test_a_caller_whose_connection_is_gone(served: Served, broker: NatsSer
 
 
 async def test_a_user_who_leaves_ends_the_drain_that_waited_for_them(served: Served) -> None:
-    answer = await served.stream(max_tokens=1900).reaches(5)
+    answer = await served.stream(max_tokens=LONG).reaches(5)
     pausing = asyncio.create_task(served.engine.pause("wait"))
     await served.watches["readiness"].shows(NOT_SERVING)
     assert not pausing.done()

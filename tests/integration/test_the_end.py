@@ -17,6 +17,7 @@ from tests.broker import NatsServer, eventually
 from tests.integration.served import (
     ALL_DOWN,
     CLOSED,
+    LONG,
     NOT_SERVING,
     REAL,
     SERVING,
@@ -59,7 +60,7 @@ async def test_death_of_engine_core_is_told_at_once(doomed: Served) -> None:
     served = doomed
     [core] = served.processes("VLLM::EngineCore")
     assert served.processes("VLLM::Worker")
-    running = await served.stream(max_tokens=1900).reaches(5)
+    running = await served.stream(max_tokens=LONG).reaches(5)
     draining = asyncio.create_task(served.engine.pause("wait"))
     await served.watches["readiness"].shows(NOT_SERVING)
     waiting = asyncio.create_task(served.engine.resume())
@@ -146,7 +147,7 @@ async def test_sigterm_lets_requests_finish(doomed: Served) -> None:
 
 async def test_nothing_survives_the_control_process(doomed: Served) -> None:
     served = doomed
-    answer = await served.stream(max_tokens=1900).reaches(5)
+    answer = await served.stream(max_tokens=LONG).reaches(5)
     assert len(served.processes("")) >= 4  # itself, the host, EngineCore, a worker
     served.program.process.kill()
     killed_s = time.monotonic()
