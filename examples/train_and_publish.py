@@ -231,6 +231,12 @@ def main(argv: list[str]) -> int:
         else:
             directory = Path(options.checkpoints or tempfile.mkdtemp(prefix="checkpoints-")).resolve()
             publisher = ByFile(options, list(served), lesson.model, directory)
+        if not all(state.ready for state in served.values()):
+            print(
+                "an instance does not serve, perhaps since a trainer crashed: it gets weights first",
+                flush=True,
+            )
+            publisher.publish("step-0", None)
         tell(client, listener, "before the first step")
         listener.start()
         try:
