@@ -184,7 +184,8 @@ async def test_a_wake_up_ends_no_pause_that_came_without_a_sleep(served: Served)
     assert await answer.stands_still() == frozen_at
     assert await served.health() == NOT_READY
     await served.engine.resume()
-    await answer.end()
+    await answer.reaches(frozen_at + 1)
+    await answer.leave()
     await back_to_serving(served)
 
 
