@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from service import settings
-from service.settings import Option, SettingsError
+from service import options, settings
+from service.options import Option, SettingsError
+from service.router.settings import ROUTER_OPTIONS
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -65,7 +66,7 @@ def _complain(message: str) -> int:
 
 
 def _declare(options: Sequence[Option]) -> Callable[[_F], _F]:
-    """Make click options of ours. Values stay text: `service.settings` judges all sources alike."""
+    """Make click options of ours. Values stay text: `service.options` judges all sources alike."""
 
     def decorate(function: _F) -> _F:
         for option in reversed(options):
@@ -79,7 +80,7 @@ def _declare(options: Sequence[Option]) -> Callable[[_F], _F]:
 
 def _click_option(option: Option) -> Callable[[_F], _F]:
     default = f"  [default: {option.shown_default}]" if option.shown_default else ""
-    if option.kind is settings.BOOLEAN:
+    if option.kind is options.BOOLEAN:
         flags = f"{option.flag}/--no-{option.flag[2:]}"
         return click.option(flags, option.name, default=None, help=option.help + default)
     return click.option(
@@ -208,6 +209,56 @@ def serve(
     return worker.run(loaded)
 
 
+@cli.command(
+    cls=_Command,
+    examples="""
+    watchkeeper router
+    watchkeeper router --policy pd --http-address 0.0.0.0:8080 --migration-limit 3
+    watchkeeper router --static aggregated=http://10.0.0.7:8000 --static aggregated=http://10.0.0.8:8000
+    """,
+)
+@_declare(ROUTER_OPTIONS)
+def router(config: str | None, **flags: Any) -> int:
+    """Route OpenAI API requests to the instances of a component, only where they can be served.
+
+    Instances come from discovery, and from --static. Run several for more throughput.
+
+    Exit codes: 0 orderly shutdown, 2 wrong usage, configuration or surroundings, 70 a second signal
+    cut the shutdown short.
+    """
+    from service.router.settings import load_router
+
+    loaded = load_router(flags, config=config)
+    from service.router import server
+
+    return server.run(loaded)
+
+
+@cli.command(
+    name="router-status",
+    cls=_Command,
+    examples="""
+    watchkeeper router-status
+    watchkeeper router-status http://10.0.0.5:8080 --admin-token-file token --json | jq .pools
+    """,
+)
+@click.argument("url", default="http://127.0.0.1:8080")
+@click.option("--admin-token-file", metavar="FILE", help="File with the bearer token that /state asks for.")
+@click.option("--json", "as_json", is_flag=True, help="Print what the router answers.")
+def router_status(url: str, admin_token_file: str | None, as_json: bool) -> int:
+    """Show the pools of a router: who is in use, with what load, and why the others are not.
+
+    Exit codes: 0 it answered, 2 it did not.
+    """
+    token = None
+    if admin_token_file is not None:
+        path = options.parse_value(options.SECRET_FILE, "--admin-token-file", admin_token_file)
+        token = options.read_secret(path)
+    from service.router import status
+
+    return status.show((url if "://" in url else f"http://{url}").rstrip("/"), token, as_json)
+
+
 _NOT_FOR_A_FLEET = {
     "engine",
     "instance",
@@ -292,11 +343,11 @@ def probe(address: str, service: str, connect_timeout_s: str, rpc_timeout_s: str
     Exit codes: 0 SERVING, 4 any other status, 3 the check failed, 2 could not connect.
     """
     try:
-        target = settings.Address.parse(address)
+        target = options.Address.parse(address)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     limits = [
-        settings.parse_value(settings.POSITIVE_SECONDS, flag, text)
+        options.parse_value(options.POSITIVE_SECONDS, flag, text)
         for flag, text in (("--connect-timeout-s", connect_timeout_s), ("--rpc-timeout-s", rpc_timeout_s))
     ]
     import asyncio
@@ -433,8 +484,8 @@ def _send(
     if not instance and not everyone and required:
         raise click.UsageError("say --instance ID or --all")
     loaded = settings.load_client(broker, config=config)
-    wait = settings.parse_value(settings.POSITIVE_SECONDS, "--wait-s", wait_s)
-    names = dict.fromkeys(settings.parse_value(settings.NAME, "--instance", each) for each in instance)
+    wait = options.parse_value(options.POSITIVE_SECONDS, "--wait-s", wait_s)
+    names = dict.fromkeys(options.parse_value(options.NAME, "--instance", each) for each in instance)
     from service import commands
 
     order = commands.Order(

@@ -13,6 +13,7 @@ from bus.codec import MAX_BYTES
 from bus.messages import ErrorBody, ErrorCode, Snapshot
 from service.access import Access
 from service.front_desk import CommandRefused, NotServed
+from service.listening import listen
 from service.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Admin:
 
     async def start(self, bound: socket.socket) -> None:
         await self._runner.setup()
+        listen(bound)
         await web.SockSite(self._runner, bound).start()
 
     async def close(self) -> None:

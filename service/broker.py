@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from bus.connection import Bus, BusError, Credentials
 from bus.embedded import EmbeddedServer, PortTaken, answers
-from service.settings import BrokerSettings, ServeSettings, read_secret
+from service.options import BrokerSettings, read_secret
+from service.settings import ServeSettings
 from service.shutdown import Resources
 
 log = logging.getLogger(__name__)

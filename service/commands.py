@@ -19,7 +19,8 @@ from bus.connection import Bus, BusError
 from bus.epochs import highest_epoch
 from bus.messages import BadArguments, Reply, Snapshot, StateName, Verb, parse_args
 from service.broker import credentials
-from service.settings import BrokerSettings, ClientSettings, SettingsError
+from service.options import BrokerSettings, SettingsError
+from service.settings import ClientSettings
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 ALL_OK, SOME_REFUSED, SOME_SILENT = 0, 1, 3

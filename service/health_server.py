@@ -18,7 +18,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.grpc_listener import make_server
-from service.settings import Address, SettingsError
+from service.listening import CannotListen
+from service.options import Address
 from statemachine import health
 from statemachine.states import State
 
@@ -49,17 +50,6 @@ _RESPONSE = {
     status: health_pb2.HealthCheckResponse(status=status)
     for status in (SERVING, NOT_SERVING, SERVICE_UNKNOWN)
 }
-
-
-class CannotListen(OSError, SettingsError):
-    """The address cannot be listened on: it is taken, not ours, not allowed or not resolvable."""
-
-    def __init__(self, number: int, address: Address, reason: str) -> None:
-        super().__init__(number, f"cannot listen on {address}: {reason}")
-        self.address = address
-
-    def __str__(self) -> str:
-        return str(self.strerror)
 
 
 class _Watcher:

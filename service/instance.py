@@ -1,11 +1,8 @@
 """One life of one instance: from the ready file to the exit code."""
 
 import asyncio
-import json
 import logging
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +24,21 @@ from service.follower import Follower
 from service.front_desk import FrontDesk
 from service.health_server import HealthOfOne, HealthServer
 from service.metrics import Metrics
-from service.report import EngineOutput, complain, welcome
+from service.report import EngineOutput, complain, welcome, write_ready_file
 from service.runner import Runner
 from service.sessions import Sessions
-from service.settings import ServeSettings, SettingsError
-from service.shutdown import Resources, cancel, closing, run_stages
+from service.settings import ServeSettings
+from service.shutdown import (
+    EXIT_CUT,
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_USAGE,
+    Resources,
+    Signals,
+    cancel,
+    closing,
+    run_stages,
+)
 from service.traffic import Identity, Outside
 from statemachine import effects as fx
 from statemachine import events as ev
@@ -42,26 +49,6 @@ log = logging.getLogger(__name__)
 
 ENGINE_LINES_SHOWN = 15
 ERROR_LINE = re.compile(r"\b\w+(Error|Exception): \S")
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_CUT = 0, 1, 2, 70
-
-
-class Signals:
-    """SIGTERM and SIGINT: the first begins the shutdown, the second cuts it short."""
-
-    def __init__(self) -> None:
-        self.first, self.second = asyncio.Event(), asyncio.Event()
-        self.name = ""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._arrived, number)
-
-    def _arrived(self, number: signal.Signals) -> None:
-        if self.first.is_set():
-            self.second.set()
-            return
-        self.name = signal.Signals(number).name
-        self.first.set()
 
 
 class Instance:
@@ -183,12 +170,7 @@ class Instance:
             "admin": me.admin,
             "nats": self._bus.url,
         }
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            draft.write_text(json.dumps(content) + "\n")
-            draft.rename(path)
-        except OSError as error:
-            raise SettingsError(f"--ready-file: cannot write {str(path)!r}: {error.strerror}") from error
+        write_ready_file(path, content)
 
     async def _send_replies(self) -> None:
         while True:
@@ -357,7 +339,7 @@ class Instance:
             self._settings.shutdown_timeout_s,
             signals.second,
             self._stage_began,
-            self._metrics,
+            self._metrics.stage,
         )
         return EXIT_FAILED if ending.cut else EXIT_OK
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from service.settings import Address
+from service.options import Address
 
 NEW_CONNECTION: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),

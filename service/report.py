@@ -2,10 +2,16 @@
 
 import json
 import logging
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from service.traffic import Identity
+from service.options import SettingsError
+
+if TYPE_CHECKING:
+    from service.traffic import Identity
 
 
 def log_to_stdout(quiet: bool = False) -> None:
@@ -17,7 +23,7 @@ def log_to_stdout(quiet: bool = False) -> None:
     logging.getLogger("transitions").setLevel(logging.WARNING)  # it reports every event
 
 
-def welcome(me: Identity, model: str, nats: str) -> None:
+def welcome(me: "Identity", model: str, nats: str) -> None:
     """Tell a person at the terminal where everything is, and what to try next."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "watchkeeper" else "watchkeeper"
     broker = "" if nats == "nats://127.0.0.1:4222" else f" --nats {nats}"
@@ -36,6 +42,20 @@ Try next, in another terminal:
 """,
         flush=True,
     )
+
+
+def write_ready_file(path: Path, content: Mapping[str, object]) -> None:
+    """Put `content` there, as JSON, so that a reader finds all of it or nothing.
+
+    Raises:
+        SettingsError
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(content) + "\n")
+        draft.rename(path)
+    except OSError as error:
+        raise SettingsError(f"--ready-file: cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def complain(text: str) -> None:

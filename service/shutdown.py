@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.metrics import Metrics
-
 log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_CUT = 0, 1, 2, 70
 
 RELEASE_LIMIT_S = 6.0
 """For one resource; the kill of a process group, the longest, is bounded at 5 s."""
@@ -35,7 +36,7 @@ async def run_stages(
     budget_s: float,
     hurry: asyncio.Event,
     began: Callable[[str], None],
-    metrics: Metrics,
+    took: Callable[[str, bool, float], None],
 ) -> None:
     """Run the stages in order. One that fails or is cut is logged, and the next one follows.
 
@@ -43,6 +44,7 @@ async def run_stages(
         budget_s: for all stages together; each gets what is left of it, at most its own limit.
         hurry: once set, stages that wait end at once.
         began: is told the name of each stage when it begins.
+        took: is told its name, whether its limit cut it, and how many seconds it took.
     """
     end = time.monotonic() + budget_s
     for stage in stages:
@@ -58,7 +60,7 @@ async def run_stages(
             log.warning("shutdown: %s failed: %r", stage.name, error)
         else:
             log.info("shutdown: %s (%.2f s)", stage.name, time.monotonic() - started)
-        metrics.stage(stage.name, cut, time.monotonic() - started)
+        took(stage.name, cut, time.monotonic() - started)
 
 
 async def _bounded(stage: Stage, limit_s: float, hurry: asyncio.Event) -> None:
@@ -76,6 +78,24 @@ async def _bounded(stage: Stage, limit_s: float, hurry: asyncio.Event) -> None:
             if task is not None and not task.done():
                 task.cancel()
         await asyncio.wait({t for t in (work, skip) if t is not None})
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first begins the shutdown, the second cuts it short."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.name = ""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._arrived, number)
+
+    def _arrived(self, number: signal.Signals) -> None:
+        if self.first.is_set():
+            self.second.set()
+            return
+        self.name = signal.Signals(number).name
+        self.first.set()
 
 
 class Resources:

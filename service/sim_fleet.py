@@ -14,12 +14,14 @@ from bus.connection import Bus, BusError
 from bus.discovery import Announcer
 from service.broker import credentials, local_broker
 from service.engine.in_process import InProcessEngine
-from service.health_server import CannotListen, HealthOfOne, HealthServer
-from service.instance import EXIT_OK, EXIT_USAGE, Instance, Signals
+from service.health_server import HealthOfOne, HealthServer
+from service.instance import Instance
+from service.listening import CannotListen
 from service.metrics import Metrics
+from service.options import SettingsError
 from service.report import EngineOutput, complain, log_to_stdout
-from service.settings import ServeSettings, SettingsError, advertised_host
-from service.shutdown import Resources
+from service.settings import ServeSettings, advertised_host
+from service.shutdown import EXIT_OK, EXIT_USAGE, Resources, Signals
 from service.traffic import Identity
 from service.worker import Hooks, check_twin
 from statemachine import health

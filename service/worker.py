@@ -1,8 +1,6 @@
 """Builds every object of one instance, by hand, in one place; and takes it down again."""
 
 import asyncio
-import errno
-import os
 import socket
 import tempfile
 from collections.abc import Callable
@@ -20,13 +18,15 @@ from service.broker import connect
 from service.engine.process import EngineProcess
 from service.engine.protocol import HostSettings
 from service.grpc_control import ControlService, add_services
-from service.health_server import CannotListen, HealthServer
+from service.health_server import HealthServer
 from service.http_verbs import HttpVerbs
-from service.instance import EXIT_OK, EXIT_USAGE, Instance, Signals
+from service.instance import Instance
+from service.listening import CannotListen, bind
 from service.metrics import Metrics
+from service.options import Address, SettingsError, read_secret
 from service.report import EngineOutput, complain, log_to_stdout
-from service.settings import Address, ServeSettings, SettingsError, advertised_host, read_secret
-from service.shutdown import Resources, cancel, closing
+from service.settings import ServeSettings, advertised_host
+from service.shutdown import EXIT_OK, EXIT_USAGE, Resources, Signals, cancel, closing
 from service.traffic import Identity
 
 TWIN_WAIT_S = 0.5
@@ -76,9 +76,9 @@ async def _start(settings: ServeSettings, resources: Resources) -> Instance:
         settings.grpc_address, register=lambda server: add_services(server, control)
     )
     resources.register("gRPC listener", listener.close)
-    http = _bind(settings.http_address)
+    http = bind(settings.http_address)
     resources.register("HTTP socket", closing(http.close))
-    admin = _bind(settings.admin_address)
+    admin = bind(settings.admin_address)
     resources.register("admin socket", closing(admin.close))
 
     hooks = Hooks()
@@ -114,37 +114,6 @@ def _remove(folder: Path) -> None:
     for entry in folder.iterdir():
         entry.unlink(missing_ok=True)
     folder.rmdir()
-
-
-def _bind(address: Address) -> socket.socket:
-    """A bound socket that does not listen yet.
-
-    Raises:
-        CannotListen: the message is one clear line.
-    """
-    try:
-        found = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except socket.gaierror as error:
-        raise CannotListen(errno.EADDRNOTAVAIL, address, f"no such host ({error.strerror})") from error
-    family, kind, protocol, _, where = found[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        try:
-            # For ourselves alone: two that allow the address's reuse may both have it until one listens.
-            bound.bind(where)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            # Perhaps only by connections of a life before this one, which take a minute to be forgotten.
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(where)
-    except OSError as error:
-        bound.close()
-        number = error.errno or errno.EADDRNOTAVAIL
-        raise CannotListen(number, address, os.strerror(number).lower()) from error
-    return bound
 
 
 async def _open_admin(

@@ -15,6 +15,7 @@ from service.engine.protocol import EngineDied, EngineError, EngineInfo, EngineR
 from service.engine.rpc import host_pb2
 from service.engine.rpc_server import Outbox, add_services
 from service.grpc_listener import make_server
+from service.listening import listen
 from statemachine.states import Admission
 
 LOSS_S = 0.5
@@ -150,6 +151,7 @@ class _Host:
         loop.http_fd = self._http_fd
         http_socket = socket.socket(fileno=self._http_fd)
         http_socket.set_inheritable(False)
+        listen(http_socket)
         serving = asyncio.ensure_future(engine.serve_http(self._gate, http_socket))
         listening = asyncio.ensure_future(loop.listening.wait())
         ends: set[asyncio.Future[Any]] = {serving, listening, engine.died}

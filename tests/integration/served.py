@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bus.client import Client
 from bus.messages import Reply, Snapshot
 from service.engine.tiny_model import ENGINE_ARGS
+from service.options import Address
 from service.probe import NEW_CONNECTION, probe
-from service.settings import Address
 from tests.broker import eventually
 from tests.program import Program, assert_in_time, title
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from bus.client import Client
+from service.options import Address
 from service.probe import Outcome, probe
-from service.settings import Address
 from tests.broker import NatsServer, eventually, free_port
 from tests.integration.served import (
     ALL_UP,

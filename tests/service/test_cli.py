@@ -22,7 +22,8 @@ from bus.connection import Bus
 from bus.messages import Verb
 from service.__main__ import run
 from service.health_server import HealthServer
-from service.settings import SERVE_OPTIONS, ServeSettings, SettingsError
+from service.options import SettingsError
+from service.settings import SERVE_OPTIONS, ServeSettings
 from tests.broker import NatsServer
 
 WATCHKEEPER = (sys.executable, "-m", "service")

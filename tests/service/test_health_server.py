@@ -11,9 +11,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from service.health_server import MAX_BEHIND, CannotListen, HealthServer
+from service.health_server import MAX_BEHIND, HealthServer
+from service.listening import CannotListen
+from service.options import Address
 from service.probe import NEW_CONNECTION, Outcome, probe
-from service.settings import Address
 
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
 UP, DOWN = "SERVING", "NOT_SERVING"

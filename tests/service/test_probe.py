@@ -9,8 +9,8 @@ import pytest
 
 from service.grpc_listener import make_server
 from service.health_server import HealthServer
+from service.options import Address
 from service.probe import Outcome, probe
-from service.settings import Address
 
 
 @pytest.fixture

@@ -13,19 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import settings
+from service.options import Address, SettingsError, read_secret
 from service.settings import (
     CALL_TIMEOUTS_S,
     CLIENT_OPTIONS,
     DYNAMO_GRACE,
     SERVE_OPTIONS,
-    Address,
     ClientSettings,
     ServeSettings,
-    SettingsError,
     advertised_host,
     load_client,
     load_serve,
-    read_secret,
 )
 
 

@@ -1,0 +1,162 @@
+"""Which instance gets a request, and what is remembered of how that went."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+
+import aiohttp
+import msgspec
+
+from service.router.breaker import Outcome
+from service.router.membership import Membership
+from service.router.metrics import Metrics
+from service.router.pool import Booking, Group, Loss, Member, Pool, Role
+from service.router.settings import RouterSettings
+from service.router.upstream import Failure, Upstream
+
+log = logging.getLogger(__name__)
+
+RELEASE_TIMEOUT_S = 5.0
+SHOWN_REASONS = 10
+"""Of a fleet of hundreds a client needs no list."""
+
+Admits = Callable[[Group], bool]
+
+
+class NoInstance(Exception):
+    """No instance may be sent the request, and none came in the time there was."""
+
+
+class Dispatch:
+    """The choice of instances for all requests of one router.
+
+    Attributes:
+        probe_soon: called with a member that is set aside, and after how many seconds to ask it.
+    """
+
+    def __init__(self, settings: RouterSettings, metrics: Metrics, upstream: Upstream) -> None:
+        self.settings, self.metrics, self.upstream = settings, metrics, upstream
+        self.membership = Membership(settings.static, self._someone_came)
+        self.probe_soon: Callable[[Member, float], None] = lambda member, delay_s: None
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._no_waiting = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def pool(self, role: Role) -> Pool:
+        return self.membership.pools[role]
+
+    def admits(self, role: Role, model: str, least_version: str | None) -> Admits:
+        """Which members of a role may answer.
+
+        Args:
+            model: as the request names it. A name that nobody has said to answer to is anybody's.
+            least_version: that the request asks for, beside what the settings do.
+        """
+        by_name = bool(model) and model in self.membership.models(role)
+        policy, versions = self.settings.weights, self.membership.versions
+        newest = self.membership.newest(role) if policy == "latest" else None
+        least = [version for version in (self.settings.min_version, least_version) if version is not None]
+
+        def admits(group: Group) -> bool:
+            if by_name and group.models and model not in group.models:
+                return False
+            if policy == "latest" and group.version != newest:
+                return False
+            return all(bool(group.version) and versions.at_least(group.version, each) for each in least)
+
+        return admits
+
+    async def pick(
+        self, role: Role, load: float, admits: Admits, without: Collection[Member], until_s: float
+    ) -> Booking:
+        """Book an instance, waiting for one until `until_s` on the monotonic clock.
+
+        Raises:
+            NoInstance: with the reasons.
+        """
+        pool = self.pool(role)
+        while (booking := pool.pick(load, admits, without)) is None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or self._no_waiting:
+                raise NoInstance(self._why_none(pool, admits, without))
+            news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(news)
+            try:
+                async with asyncio.timeout(left_s):
+                    await news
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting.discard(news)
+        return booking
+
+    def give_up_waiting(self) -> None:
+        """From now on nobody waits for an instance."""
+        self._no_waiting = True
+        self._someone_came()
+
+    def leaves(self, booking: Booking, admits: Admits, without: Collection[Member]) -> Callable[[Loss], bool]:
+        """Whether an attempt that waits for its answer had better be made elsewhere."""
+        pool, member = self.pool(booking.member.role), booking.member
+
+        def leave(loss: Loss) -> bool:
+            return loss is Loss.GONE or pool.least(admits, [*without, member]) is not None
+
+        return leave
+
+    def failed(self, booking: Booking, failure: Failure) -> None:
+        """Draw the conclusions from an attempt that came to nothing."""
+        member = booking.member
+        booking.report(failure.outcome)
+        booking.release()
+        self.metrics.attempt(member.role, "refused" if failure.refused else failure.outcome.value)
+        if failure.refused or (failure.outcome is Outcome.UNKNOWN and booking.lost is None):
+            self.pool(member.role).set_aside(member, str(failure))
+            self.probe_soon(member, failure.retry_after_s)
+
+    def succeeded(self, booking: Booking, outcome: Outcome) -> None:
+        booking.report(outcome)
+        booking.release()
+        self.metrics.attempt(booking.member.role, outcome.value)
+
+    def release_kv(self, member: Member, request_ids: Collection[str], headers: Mapping[str, str]) -> None:
+        """Tell a prefill instance that nobody will fetch what it keeps, in the background."""
+        task = asyncio.create_task(self._release_kv(member, list(request_ids), headers))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=RELEASE_TIMEOUT_S)
+
+    async def _release_kv(self, member: Member, request_ids: list[str], headers: Mapping[str, str]) -> None:
+        body = msgspec.json.encode({"request_ids": request_ids})
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                url = f"{member.url}/abort_requests"
+                async with self.upstream.session.post(url, data=body, headers=headers) as response:
+                    await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.info("%s keeps a KV cache until its lease ends: %r", member.name, error)
+
+    def _someone_came(self) -> None:
+        for news in self._waiting:
+            if not news.done():
+                news.set_result(None)
+
+    def _why_none(self, pool: Pool, admits: Admits, without: Collection[Member]) -> str:
+        reasons = []
+        for member in pool:
+            if member in without:
+                reasons.append(f"{member.name}: failed this request")
+            elif member.reason is not None:
+                reasons.append(f"{member.name}: {member.reason}")
+            elif not admits(member.group):
+                version = member.group.version or "unknown"
+                reasons.append(f"{member.name}: another model or weight version ({version})")
+            if len(reasons) == SHOWN_REASONS:
+                break
+        more = len(pool) - len(reasons)
+        told = "; ".join(reasons) + (f"; and {more} more" if reasons and more > 0 else "")
+        return f"no {pool.role} instance takes requests" + (f" ({told})" if told else ": none is known")

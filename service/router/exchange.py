@@ -1,0 +1,453 @@
+"""One request for inference, from the first pick to the last byte: attempts, both hops, migration."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from service.router import orders, sse
+from service.router.breaker import Outcome
+from service.router.dispatch import Admits, Dispatch, NoInstance
+from service.router.orders import Body, Order
+from service.router.pool import Booking, Group, Loss, Member, Role
+from service.router.relay import Continuable, End, Relay, cut
+from service.router.upstream import Cut, Failure, Stream, Whole
+
+log = logging.getLogger(__name__)
+
+KV_SHARE = 0.3
+"""What a prompt's KV cache costs until it is fetched, of what its prefill costs. The share is that of
+vLLM-Ascend's proxy."""
+GROW_TOKENS = 32
+"""The load of a stream is brought up to date this often."""
+SPARE_TRIES = 20
+"""Beyond the number of instances; a request must not go round for ever among those that refuse it."""
+
+HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "trailers", "transfer-encoding", "upgrade"} | {
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+}
+NOT_UPSTREAM = HOP_BY_HOP | {"host", "content-length", "accept-encoding", "expect", "x-request-id"}
+NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
+
+
+SHUTTING_DOWN = {"code": "shutting_down", "message": "the router shuts down"}
+
+
+class GaveUp(Exception):
+    """The request cannot be answered by an instance.
+
+    Attributes:
+        status: of the answer.
+        code: of its error.
+        response: of the last instance, which the client is given instead.
+    """
+
+    def __init__(self, status: int, code: str, message: str, response: Whole | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.response = status, code, response
+
+
+@dataclass
+class Leg:
+    """An answer, or a part of it, from one instance.
+
+    Attributes:
+        prefill: who made the KV cache of the prompt.
+    """
+
+    booking: Booking
+    answer: Whole | Stream
+    prefill: Member | None = None
+
+    @property
+    def version(self) -> str:
+        return self._version
+
+    def __post_init__(self) -> None:
+        self._version = self.booking.member.group.version
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """A KV cache that a prefill instance keeps until it is fetched."""
+
+    member: Member
+    request_ids: tuple[str, ...]
+
+
+class Exchange:
+    """One request.
+
+    Attributes:
+        hops: who was tried, and how it went, for the log.
+        status: of the answer, or how it ended otherwise.
+        first_byte_s: when the answer began, on the monotonic clock.
+    """
+
+    def __init__(self, dispatch: Dispatch, request: web.BaseRequest, order: Order, request_id: str) -> None:
+        self.hops: list[str] = []
+        self.status = "gone"
+        self.first_byte_s: float | None = None
+        self._dispatch, self._request, self._order = dispatch, request, order
+        self._request_id = request_id
+        self._least_version = request.headers.get("X-Watchkeeper-Min-Version")
+        self._headers = upstream_headers(request.headers, dispatch)
+        self._failed: set[Member] = set()
+        self._failures = 0
+        self._tries = 0
+        self._round = 0
+        self._last: Failure | None = None
+        self._bookings: list[Booking] = []
+        self._streams: list[Stream] = []
+        self._pinned: _Pinned | None = None
+        self._migrations = 0
+        self._stopped = False
+        self._until_s = time.monotonic() + dispatch.settings.wait_s
+
+    async def run(self) -> web.StreamResponse:
+        """Answer the request. What was booked is released, however this ends."""
+        order, settings = self._order, self._dispatch.settings
+        relay: Relay | Continuable = Relay()
+        body = order.body
+        if settings.migration_limit and order.migratable:
+            relay = Continuable(order)
+            body = relay.asked(body)
+        try:
+            try:
+                leg = await self._open(body)
+            except GaveUp as reason:
+                return self._refusal(reason)
+            if isinstance(leg.answer, Whole):
+                return self._whole(leg, leg.answer)
+            return await self._stream(leg, leg.answer, relay)
+        finally:
+            for stream in self._streams:
+                stream.close()
+            for booking in self._bookings:
+                booking.release()
+            self._let_go()
+
+    def stop(self) -> None:
+        """The router shuts down: end it, with an error."""
+        self._stopped = True
+        for booking in self._bookings:
+            if booking.on_loss is not None and booking.on_loss(Loss.GONE):
+                booking.lost = Loss.GONE
+
+    # Before the first byte
+
+    async def _open(self, body: Body, only_version: str | None = None) -> Leg:
+        """Find somebody who answers.
+
+        Args:
+            only_version: of the weights, if it has to be a certain one.
+
+        Raises:
+            GaveUp
+        """
+        if self._dispatch.settings.policy == "pd":
+            return await self._open_pair(body, only_version)
+        raw = self._order.raw if body is self._order.body else msgspec.json.encode(body)
+        admits = self._admits(Role.AGGREGATED, only_version)
+        booking, answer = await self._attempt(Role.AGGREGATED, raw, admits)
+        return Leg(booking, answer)
+
+    async def _open_pair(self, body: Body, only_version: str | None) -> Leg:
+        while True:
+            prefill: Booking | None = None
+            version, kv = only_version, None
+            if self._order.splittable:
+                found = await self._prefill(body, only_version)
+                if isinstance(found, Leg):
+                    return found  # the request's own fault
+                prefill, kv = found
+                version = prefill.member.group.version
+            raw = msgspec.json.encode(orders.for_decode(body, kv))
+            try:
+                booking, answer = await self._attempt(
+                    Role.DECODE, raw, self._admits(Role.DECODE, version), one_use=kv is not None
+                )
+            except Failure:  # it may have fetched the KV cache, and nobody else can then
+                self._let_go()
+                self._round += 1
+                continue
+            finally:
+                if prefill is not None:
+                    prefill.release()
+            self._pinned = None
+            return Leg(booking, answer, prefill.member if prefill is not None else None)
+
+    async def _prefill(self, body: Body, only_version: str | None) -> tuple[Booking, object] | Leg:
+        """Have the prompt's KV cache made by somebody for whom there is somebody to decode."""
+        usable = self._admits(Role.PREFILL, only_version)
+        decodes, pool = self._admits(Role.DECODE, only_version), self._dispatch.pool(Role.DECODE)
+
+        def admits(group: Group) -> bool:
+            return usable(group) and any(
+                decodes(other) and _alike(group.version, other.version) for other in pool.groups
+            )
+
+        raw = msgspec.json.encode(orders.for_prefill(body))
+        booking, answer = await self._attempt(Role.PREFILL, raw, admits)
+        if not isinstance(answer, Whole) or answer.status != 200:
+            self._pinned = None
+            return Leg(booking, answer)
+        kv = _kv_of(answer)
+        if kv is None:
+            self._pinned = None  # it keeps nothing
+        elif isinstance(kv, dict) and isinstance(remote_id := kv.get("remote_request_id"), str):
+            self._pinned = _Pinned(booking.member, (remote_id, *self._engine_ids()))
+        booking.report(Outcome.GOOD)
+        self._dispatch.metrics.attempt(Role.PREFILL, Outcome.GOOD.value)
+        booking.grow(-(1 - KV_SHARE) * self._order.prompt_tokens)
+        return booking, kv
+
+    async def _attempt(
+        self, role: Role, raw: bytes, admits: Admits, one_use: bool = False
+    ) -> tuple[Booking, Whole | Stream]:
+        """Try one instance after the other.
+
+        Args:
+            one_use: what is sent can be used only once: stop when an engine may have used it.
+
+        Raises:
+            GaveUp
+            Failure: with `one_use`.
+        """
+        dispatch, path = self._dispatch, self._order.path
+        headers = {**self._headers, "X-Request-Id": self._hop_id()}
+        most = len(dispatch.pool(role)) + SPARE_TRIES
+        while True:
+            try:
+                booking = await dispatch.pick(
+                    role, self._order.prompt_tokens, admits, self._failed, self._until_s
+                )
+            except NoInstance as none:
+                raise self._gave_up(503, "no_instance", str(none)) from None
+            self._bookings.append(booking)
+            if role is Role.PREFILL:
+                self._pinned = _Pinned(booking.member, self._engine_ids())
+            started_s = time.monotonic()
+            try:
+                leaves = dispatch.leaves(booking, admits, self._failed)
+                answer = await dispatch.upstream.begin(booking, path, raw, headers, leaves)
+            except Failure as failure:
+                self._note(booking, started_s, failure.told)
+                dispatch.failed(booking, failure)
+                self._learn(booking, failure, most)
+                if role is Role.PREFILL and failure.reached:
+                    self._let_go()
+                if one_use and failure.reached:
+                    raise
+                continue
+            self._note(booking, started_s, str(answer.status))
+            if isinstance(answer, Stream):
+                self._streams.append(answer)
+            return booking, answer
+
+    def _learn(self, booking: Booking, failure: Failure, most: int) -> None:
+        if self._stopped:
+            raise GaveUp(503, SHUTTING_DOWN["code"], SHUTTING_DOWN["message"])
+        self._last = failure
+        self._tries += 1
+        if failure.outcome is not Outcome.UNKNOWN:
+            self._failed.add(booking.member)
+            self._failures += 1
+        name = booking.member.name
+        if self._failures >= self._dispatch.settings.max_attempts or self._tries >= most:
+            status = 504 if failure.timed_out else 502
+            raise self._gave_up(status, "upstream_failed", f"{name}: {failure}")
+
+    def _gave_up(self, status: int, code: str, message: str) -> GaveUp:
+        last = self._last
+        if last is not None and last.outcome is not Outcome.UNKNOWN:
+            if last.response is not None:
+                return GaveUp(last.response.status, code, message, last.response)
+            message = f"{message}; last failure: {last}" if code == "no_instance" else message
+        return GaveUp(status, code, message)
+
+    # The answer
+
+    def _whole(self, leg: Leg, answer: Whole) -> web.Response:
+        self._dispatch.succeeded(leg.booking, Outcome.GOOD)
+        self.status, self.first_byte_s = str(answer.status), time.monotonic()
+        return web.Response(status=answer.status, body=answer.body, headers=self._response_headers(leg))
+
+    def _refusal(self, reason: GaveUp) -> web.Response:
+        self.first_byte_s = time.monotonic()
+        self.status = str(reason.status)
+        if (response := reason.response) is not None:
+            headers = downstream_headers(response.headers)
+            headers["X-Request-Id"] = self._request_id
+            return web.Response(status=response.status, body=response.body, headers=headers)
+        answer = error_response(reason.status, reason.code, str(reason))
+        answer.headers["X-Request-Id"] = self._request_id
+        return answer
+
+    async def _stream(self, leg: Leg, stream: Stream, relay: Relay | Continuable) -> web.StreamResponse:
+        downstream = web.StreamResponse(headers=self._response_headers(leg))
+        await downstream.prepare(self._request)
+        self.first_byte_s = time.monotonic()
+        while True:
+            end = await self._pass_on(leg, stream, relay, downstream)
+            if end.error is None:
+                await downstream.write_eof()
+                self.status = "200"
+                await stream.finish()
+                self._dispatch.succeeded(leg.booking, end.outcome)
+                return downstream
+            stream.close()
+            if self._stopped:
+                end = End({**SHUTTING_DOWN, "retryable": True}, Outcome.UNKNOWN)
+            self._broke(leg, end)
+            if isinstance(relay, Continuable) and self._may_migrate:
+                self._migrations += 1
+                rest = relay.rest()
+                if rest is None:
+                    await downstream.write(relay.last_words())
+                    await downstream.write_eof()
+                    self.status = "200"
+                    return downstream
+                found = await self._next_leg(leg, relay.asked(rest))
+                if found is not None:
+                    leg, stream = found
+                    self._dispatch.metrics.migrated()
+                    continue
+            await downstream.write(sse.encode({"error": end.error}))
+            await downstream.write_eof()
+            self.status = "cut"
+            return downstream
+
+    @property
+    def _may_migrate(self) -> bool:
+        return not self._stopped and self._migrations < self._dispatch.settings.migration_limit
+
+    async def _pass_on(
+        self, leg: Leg, stream: Stream, relay: Relay | Continuable, downstream: web.StreamResponse
+    ) -> End:
+        booking = leg.booking
+        booking.answering()
+        shown = relay.tokens
+        out, end = relay.take(stream.first)
+        try:
+            if out:
+                await downstream.write(out)
+            if end is not None:
+                return end
+            while block := await stream.block():
+                out, end = relay.take(block)
+                if out:
+                    await downstream.write(out)
+                if end is not None:
+                    return end
+                if relay.tokens - shown >= GROW_TOKENS:
+                    booking.grow(relay.tokens - shown)
+                    shown = relay.tokens
+        except Cut as reason:
+            return cut(str(reason))
+        return cut("the stream ended without its last event")
+
+    def _broke(self, leg: Leg, end: End) -> None:
+        """A stream has ended before its end: the instance is judged, and not used again for this request."""
+        dispatch, booking = self._dispatch, leg.booking
+        message = str((end.error or {}).get("message"))
+        self.hops.append(f"{booking.member.name} broke: {message}")
+        if end.outcome is Outcome.UNKNOWN and not self._stopped:
+            dispatch.failed(booking, Failure(message, Outcome.UNKNOWN))
+            return
+        dispatch.succeeded(booking, end.outcome)
+        self._failed.add(booking.member)
+
+    async def _next_leg(self, leg: Leg, body: Body) -> tuple[Leg, Stream] | None:
+        """Somebody who goes on with a broken stream, or None."""
+        settings = self._dispatch.settings
+        self._failures = self._tries = 0
+        self._round += settings.policy == "pd"
+        self._until_s = time.monotonic() + settings.wait_s
+        version = None if settings.migrate_across_versions else leg.version
+        try:
+            following = await self._open(body, version)
+        except GaveUp as reason:
+            self.hops.append(f"not continued: {reason}")
+            return None
+        if isinstance(following.answer, Whole):
+            self._dispatch.succeeded(following.booking, Outcome.GOOD)
+            self.hops.append(f"not continued: HTTP {following.answer.status}")
+            return None
+        return following, following.answer
+
+    # Odds and ends
+
+    def _admits(self, role: Role, only_version: str | None) -> Admits:
+        admits = self._dispatch.admits(role, self._order.model, self._least_version)
+        if only_version is None:
+            return admits
+        return lambda group: admits(group) and _alike(group.version, only_version)
+
+    def _let_go(self) -> None:
+        """Nobody will fetch the KV cache that may be kept for this request."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            self._dispatch.release_kv(pinned.member, pinned.request_ids, self._headers)
+
+    def _hop_id(self) -> str:
+        """Both hops of a pair have the same; a later pair another one, since the first may still be known."""
+        return f"{self._request_id}-{self._round}" if self._round else self._request_id
+
+    def _engine_ids(self) -> tuple[str, ...]:
+        """How an engine may call the request (vLLM's `base_request_id`)."""
+        name = f"{'chatcmpl' if self._order.chat else 'cmpl'}-{self._hop_id()}"
+        return (name, f"{name}-0")
+
+    def _note(self, booking: Booking, started_s: float, how: str) -> None:
+        took_ms = 1000 * (time.monotonic() - started_s)
+        self.hops.append(f"{booking.member.role}={booking.member.name} {how} {took_ms:.1f}ms")
+
+    def _response_headers(self, leg: Leg) -> dict[str, str]:
+        headers = downstream_headers(leg.answer.headers)
+        headers["X-Request-Id"] = self._request_id
+        headers["X-Watchkeeper-Instance"] = leg.booking.member.name
+        if leg.version:
+            headers["X-Watchkeeper-Weight-Version"] = leg.version
+        if leg.prefill is not None:
+            headers["X-Watchkeeper-Prefill-Instance"] = leg.prefill.name
+        return headers
+
+
+def upstream_headers(given: Mapping[str, str], dispatch: Dispatch) -> dict[str, str]:
+    """The client's headers as an instance may see them."""
+    headers = {name: value for name, value in given.items() if name.lower() not in NOT_UPSTREAM}
+    if dispatch.upstream.key is not None and not any(name.lower() == "authorization" for name in headers):
+        headers["Authorization"] = f"Bearer {dispatch.upstream.key}"
+    return headers
+
+
+def downstream_headers(given: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in given.items() if name.lower() not in NOT_DOWNSTREAM}
+
+
+def error_response(status: int, code: str, message: str) -> web.Response:
+    """An error of our own, in the form in which OpenAI's clients read it."""
+    retryable = status in (429, 502, 503, 504)
+    error = {"code": code, "type": code, "retryable": retryable, "message": message}
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    body = msgspec.json.encode({"error": error})
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether weights are the same, as far as is known."""
+    return one == other or not one or not other
+
+
+def _kv_of(answer: Whole) -> object:
+    try:
+        body = msgspec.json.decode(answer.body)
+    except msgspec.DecodeError:
+        return None
+    return body.get("kv_transfer_params") if isinstance(body, dict) else None
