@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bus import announce, codec, discovery, messages, subjects
 from bus.messages import ARGS, ErrorCode, Verb
-from service import control, ending, settings
+from service import control, ending, options, settings
 from service.engine import simulated
 from service.engine.rpc import control_pb2
 from service.front_desk import FrontDesk
@@ -440,15 +440,15 @@ def client_options() -> str:
     return _options(settings.CLIENT_OPTIONS)
 
 
-def _options(options: Sequence[settings.Option]) -> str:
-    def spelled(option: settings.Option) -> str:
-        if option.kind is settings.BOOLEAN:
+def _options(listed: Sequence[options.Option]) -> str:
+    def spelled(option: options.Option) -> str:
+        if option.kind is options.BOOLEAN:
             return f"{code(option.flag)}, {code(f'--no-{option.flag[2:]}')}"
         return code(f"{option.flag} {option.kind.metavar}")
 
     return rows(
         ("option", "variable", "default", "meaning"),
-        ((spelled(o), code(o.variable), o.shown_default or "–", o.help) for o in options),
+        ((spelled(o), code(o.variable), o.shown_default or "–", o.help) for o in listed),
     )
 
 
