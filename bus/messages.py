@@ -285,7 +285,7 @@ SimulatedCall: TypeAlias = Literal[
     "ask",
     "shutdown",
 ]
-_AT_ONCE = ("die", "hang", "pause_out_of_band", "resume_out_of_band")
+_AT_ONCE = ("die", "hang", "pause_out_of_band", "resume_out_of_band", "refuse", "admit", "cut")
 _AT_A_CALL = ("error", "hang", "delay", "die")
 
 
@@ -298,7 +298,9 @@ class SimulateArgs(Args, frozen=True, kw_only=True):
     """
 
     call: SimulatedCall
-    outcome: Literal["error", "hang", "delay", "die", "pause_out_of_band", "resume_out_of_band"]
+    outcome: Literal[
+        "error", "hang", "delay", "die", "pause_out_of_band", "resume_out_of_band", "refuse", "admit", "cut"
+    ]
     delay_s: Annotated[float, Meta(ge=0)] | None = None
     times: Annotated[int, Meta(ge=1, le=2**31)] | None = None
 

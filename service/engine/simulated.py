@@ -4,134 +4,36 @@ It behaves as vLLM does where a caller can go wrong, too: a request that is sche
 weights are not there ends the engine.
 """
 
-import argparse
 import asyncio
 import importlib
-import math
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from service.engine.protocol import (
     EngineDied,
     EngineError,
     EngineInfo,
-    EngineRefused,
     EngineView,
     HostedEngine,
     JsonMap,
 )
+from service.engine.simulated_kv import KV, RemoteKV
+from service.engine.simulated_options import CALL_MS, Options, Script, parse_options, parse_script
+from service.engine.simulated_requests import Generation
+from service.engine.simulated_words import Prompt, of_text
 from statemachine.states import Mode, Tag
+
+__all__ = ["CALL_MS", "NOW_S", "SimulatedEngine"]
 
 NOW_S = 0.01
 """A fault at once comes this long after `simulate` was answered."""
 
-CALL_MS: dict[str, float] = {
-    "pause": 1,
-    "resume": 1,
-    "sleep": 5,
-    "wake_up": 5,
-    "init_weight_transfer": 5,
-    "start_weight_update": 5,
-    "update_weights": 5,
-    "finish_weight_update": 5,
-    "set_weight_version": 1,
-    "reset_caches": 1,
-    "shutdown_weight_transfer": 1,
-    "ask": 0,
-    "shutdown": 5,
-}
-"""How long each call takes, and the names of those that can be scripted."""
-
-OUTCOMES = ("error", "hang", "delay", "die")
-NOW_OUTCOMES = ("die", "hang", "pause_out_of_band", "resume_out_of_band")
-
 _API = "service.engine.simulated_api"
 
 T = TypeVar("T")
-
-
-@dataclass
-class Options:
-    """What stands after `--` on the command line."""
-
-    token_interval_s: float = 0.001
-    load_s: float = 0.1
-    load_error: str | None = None
-    max_model_len: int = 131_072
-    call_s: dict[str, float] | None = None
-
-    def duration_s(self, call: str) -> float:
-        return (self.call_s or {}).get(call, CALL_MS[call] / 1000)
-
-
-@dataclass
-class Script:
-    """What one of the next calls of a name does instead of, or before, its work."""
-
-    outcome: str
-    delay_s: float
-    times: int
-
-
-class Generation:
-    """One request in the engine."""
-
-    def __init__(self, engine: "SimulatedEngine", max_tokens: int) -> None:
-        self._engine = engine
-        self._max_tokens = max_tokens
-        self.request_id = ""
-        """As its client knows it."""
-        self._news = asyncio.Event()
-        self.started = False
-        """It was scheduled once: a drain waits for it."""
-        self.finish_reason: str | None = None
-
-    def notice(self) -> None:
-        """Something about the engine changed."""
-        self._news.set()
-
-    def abort(self) -> None:
-        self.finish_reason = "abort"
-        self.notice()
-
-    async def tokens(self) -> AsyncIterator[int]:
-        """Numbers of the tokens; at the end `finish_reason` is set.
-
-        Raises:
-            EngineDied: the engine died before the last one.
-        """
-        self._engine.add(self)
-        try:
-            for number in range(self._max_tokens):
-                if not await self._step():
-                    return
-                if number == self._max_tokens - 1:
-                    self.finish_reason = "length"
-                    self._engine.remove(self)
-                yield number
-        finally:
-            self._engine.remove(self)
-
-    async def _step(self) -> bool:
-        """Take the time that a token takes, then as long as the engine is stopped. False: aborted."""
-        loop = asyncio.get_running_loop()
-        computed = loop.create_future()
-        timer = loop.call_later(self._engine.options.token_interval_s, _resolve, computed, self._news)
-        try:
-            while True:
-                self._news.clear()
-                if self.finish_reason is not None:
-                    return False
-                self._engine.check_alive()
-                if self._engine.schedules(self) and computed.done():
-                    return True
-                await self._news.wait()
-        finally:
-            timer.cancel()
 
 
 class SimulatedEngine(HostedEngine):
@@ -147,6 +49,11 @@ class SimulatedEngine(HostedEngine):
         self.died = asyncio.get_running_loop().create_future()
         self.model = model
         self.options = Options()
+        self.kv = KV()
+        self.refuses = False
+        """Every inference request gets an error, though nothing else shows it."""
+        self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the streams of this moment are cut; then there is another one."""
         self._engine_args = engine_args
         self._progress, self._accepted = progress, accepted
         self._requests: set[Generation] = set()
@@ -165,8 +72,18 @@ class SimulatedEngine(HostedEngine):
 
     # Requests
 
-    def generate(self, max_tokens: int) -> Generation:
-        return Generation(self, max_tokens)
+    @property
+    def in_flight(self) -> int:
+        return len(self._requests)
+
+    def generate(
+        self,
+        max_tokens: int,
+        prompt: Prompt | None = None,
+        keeps_kv: bool = False,
+        remote: RemoteKV | None = None,
+    ) -> Generation:
+        return Generation(self, max_tokens, prompt or of_text(""), keeps_kv, remote)
 
     def add(self, request: Generation) -> None:
         self.check_alive()
@@ -197,10 +114,23 @@ class SimulatedEngine(HostedEngine):
             self._die("a request was scheduled on weights that are not there")
         return not self.died.done()
 
+    def abort_named(self, ids: Iterable[str]) -> None:
+        """End the requests of these ids, exactly, as vLLM's own `/abort_requests` does."""
+        named = frozenset(ids)
+        for request in [one for one in self._requests if one.request_id in named]:
+            request.abort()
+            self.remove(request)
+
+    async def give_kv(self, engine_id: Any, request_id: Any) -> bool:
+        """Let another engine have KV that is pinned here. False: it cannot."""
+        await self._block_while_hung()
+        self.check_alive()
+        return Tag.KV_CACHE not in self._asleep and self.kv.pull(engine_id, request_id)
+
     # HostedEngine
 
     async def load(self) -> EngineInfo:
-        self.options = _options(self._engine_args)
+        self.options = parse_options(self._engine_args)
         self._accepted()
         self._progress(f"simulating the load of {self.model} for {self.options.load_s:g} s")
         # The imports of the HTTP side are a part of that time, not on top of it.
@@ -225,6 +155,9 @@ class SimulatedEngine(HostedEngine):
     async def serve_http(self, app: Any, sock: socket.socket) -> None:
         from service.engine.simulated_api import serve
 
+        host, port = sock.getsockname()[:2]
+        reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.kv.address = (self.options.kv_host or reached, port)
         await serve(app, sock)
 
     async def pause(self, mode: Mode, clear_cache: bool) -> None:
@@ -271,9 +204,10 @@ class SimulatedEngine(HostedEngine):
     async def abort_requests(self, request_ids: Sequence[str] = ()) -> None:
         self.check_alive()
         if request_ids:
-            for request in [one for one in self._requests if one.request_id in request_ids]:
-                request.abort()
-                self.remove(request)
+            # A completion is `cmpl-X` to its client, and `cmpl-X-0`, `cmpl-X-1` … for each prompt here.
+            known = {one.request_id for one in self._requests if one.request_id.startswith("cmpl-")}
+            parts = {one for one in known if one.rpartition("-")[0] in request_ids}
+            self.abort_named({*request_ids, *parts})
             return
         self._abort_all()
         if self._drain is not None and not self._drain.done():
@@ -281,7 +215,7 @@ class SimulatedEngine(HostedEngine):
 
     async def simulate(self, script: JsonMap) -> None:
         self.check_alive()
-        call, planned = _script(script)
+        call, planned = parse_script(script)
         if call != "now":
             self._scripts[call].append(planned)
             return
@@ -439,6 +373,13 @@ class SimulatedEngine(HostedEngine):
                 self._stop_in(Mode.KEEP)
             case "resume_out_of_band":
                 self._resume()
+            case "refuse":
+                self.refuses = True
+            case "admit":
+                self.refuses = False
+            case "cut":
+                self.cut.set_result(None)
+                self.cut = asyncio.get_running_loop().create_future()
 
     def _hang(self) -> None:
         self._hung = True
@@ -461,71 +402,8 @@ class SimulatedEngine(HostedEngine):
             request.notice()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise EngineRefused(f"simulated engine: {message}")
-
-
-def _options(engine_args: list[str]) -> Options:
-    parser = _Parser(prog="sim", add_help=False, allow_abbrev=False)
-    parser.add_argument("--token-interval-ms", type=_not_negative, default=1.0)
-    parser.add_argument("--load-s", type=_not_negative, default=0.1)
-    parser.add_argument("--load-error")
-    parser.add_argument("--max-model-len", type=int, default=Options.max_model_len)
-    parser.add_argument("--call-ms", type=_durations, action="append", default=[])
-    given = parser.parse_args(engine_args)
-    return Options(
-        token_interval_s=given.token_interval_ms / 1000,
-        load_s=given.load_s,
-        load_error=given.load_error,
-        max_model_len=given.max_model_len,
-        call_s={name: ms / 1000 for durations in given.call_ms for name, ms in durations.items()},
-    )
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(text)
-    return value
-
-
-def _durations(text: str) -> dict[str, float]:
-    durations = {}
-    for part in text.split(","):
-        name, _, ms = part.partition("=")
-        if name not in CALL_MS:
-            raise argparse.ArgumentTypeError(f"unknown call {name!r}, known are {', '.join(CALL_MS)}")
-        try:
-            durations[name] = _not_negative(ms)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=MILLISECONDS") from None
-    return durations
-
-
-def _script(script: JsonMap) -> tuple[str, Script]:
-    call, outcome = script.get("call"), script.get("outcome")
-    delay_s, times = script.get("delay_s", 0), script.get("times", 1)
-    if not isinstance(call, str) or (call != "now" and call not in CALL_MS):
-        raise EngineError(f"call must be now or one of {', '.join(CALL_MS)}")
-    allowed = NOW_OUTCOMES if call == "now" else OUTCOMES
-    if outcome not in allowed:
-        raise EngineError(f"outcome must be one of {', '.join(allowed)}")
-    if isinstance(delay_s, bool) or not isinstance(delay_s, int | float) or not 0 <= delay_s < math.inf:
-        raise EngineError("delay_s must be a number of seconds, not negative")
-    if isinstance(times, bool) or not isinstance(times, int) or times < 1:
-        raise EngineError("times must be a positive integer")
-    return call, Script(outcome, float(delay_s), times)
-
-
 def _version() -> str:
     try:
         return metadata.version("watchkeeper")
     except metadata.PackageNotFoundError:
         return "0+source"
-
-
-def _resolve(future: "asyncio.Future[None]", news: asyncio.Event) -> None:
-    if not future.done():
-        future.set_result(None)
-    news.set()

@@ -6,8 +6,7 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
 import uvicorn
@@ -15,9 +14,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from service.engine.protocol import EngineDied
-from service.engine.simulated import Generation, SimulatedEngine
+from service.engine.protocol import EngineDied, JsonMap
+from service.engine.simulated import SimulatedEngine
+from service.engine.simulated_answer import Answer, Order, error_body
+from service.engine.simulated_kv import KVLoadFailed
+from service.engine.simulated_peer import remote_kv
+from service.engine.simulated_words import Prompt, ids_of, of_ids, of_text
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -32,21 +36,6 @@ class BadRequest(Exception):
         self.status, self.kind = status, kind
 
 
-@dataclass(frozen=True)
-class Order:
-    """What a request asks for.
-
-    Attributes:
-        prompts: number of tokens of each.
-    """
-
-    chat: bool
-    prompts: Sequence[int]
-    max_tokens: int
-    stream: bool
-    usage_in_stream: bool
-
-
 def make_app(engine: SimulatedEngine) -> Starlette:
     api = _Api(engine)
     return Starlette(
@@ -55,7 +44,13 @@ def make_app(engine: SimulatedEngine) -> Starlette:
             Route("/v1/models", api.models),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        ]
+            Route("/abort_requests", api.abort, methods=["POST"]),
+            Route("/inference/v1/abort_requests", api.abort_of_scale_out, methods=["POST"]),
+            Route("/sim/kv", api.kv),
+            Route("/sim/kv/pull", api.pull_kv, methods=["PUT"]),
+            Route("/sim/kv/release", api.release_kv, methods=["PUT"]),
+        ],
+        exception_handlers={BadRequest: _refused},
     )
 
 
@@ -107,139 +102,130 @@ class _Api:
         return await self._answer(request, chat=True)
 
     async def _answer(self, request: Request, chat: bool) -> Response:
+        if self._engine.refuses:
+            return _internal_error("simulated: the engine refuses requests")
+        body = await _body(request)
+        params = _kv_params(body)
         try:
-            order = self._order(await _body(request), chat)
-        except BadRequest as error:
-            details = {"message": str(error), "type": error.kind, "param": None, "code": error.status}
-            return JSONResponse({"error": details}, error.status)
-        generations = [self._engine.generate(order.max_tokens) for _ in order.prompts]
-        answer = _Answer(order, self._engine.model, generations)
+            order = self._order(body, params, chat, request.headers.get("x-request-id"))
+        except BadRequest:
+            # As vLLM: KV that waits for a request that is turned away is freed at once.
+            if (remote := remote_kv(params)) is not None:
+                remote.release()
+            raise
+        keeps_kv = bool(params.get("do_remote_decode"))
+        generations = [
+            self._engine.generate(order.max_tokens, prompt, keeps_kv, remote_kv(params))
+            for prompt in order.prompts
+        ]
+        answer = Answer(order, self._engine.model, generations)
         if order.stream:
-            return StreamingResponse(answer.events(), media_type="text/event-stream")
-        whole = await _unless_left(request, answer.whole())
+            return _Stream(answer, self._engine.cut)
+        try:
+            whole = await _unless_left(request, answer.whole())
+        except KVLoadFailed:
+            return _internal_error()
+        finally:
+            answer.close()
         return JSONResponse(whole) if whole is not None else Response(status_code=499)
 
-    def _order(self, body: dict[str, Any], chat: bool) -> Order:
+    def _order(self, body: JsonMap, params: JsonMap, chat: bool, name: str | None) -> Order:
         model = body.get("model", self._engine.model)
         if model != self._engine.model:
             raise BadRequest(f"The model `{model}` does not exist.", 404, "NotFoundError")
         if body.get("n", 1) != 1:
             raise BadRequest("n must be 1: the simulated engine gives one answer a prompt")
-        prompts = [_chat_tokens(body.get("messages"))] if chat else _prompt_tokens(body.get("prompt"))
-        max_tokens = body.get("max_tokens")
-        if chat and max_tokens is None:
-            max_tokens = body.get("max_completion_tokens")
+        prompts = [_chat_prompt(body)] if chat else _prompts(body.get("prompt"))
+        max_tokens = body.get("max_completion_tokens") if chat else None
+        if max_tokens is None:
+            max_tokens = body.get("max_tokens")
         if max_tokens is None:
             max_tokens = DEFAULT_MAX_TOKENS
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise BadRequest(f"max_tokens must be at least 1, got {max_tokens!r}.")
         limit = self._engine.options.max_model_len
-        if (asked := max(prompts) + max_tokens) > limit:
+        if (asked := max(len(prompt.ids) for prompt in prompts) + max_tokens) > limit:
             raise BadRequest(
                 f"This model's maximum context length is {limit} tokens; {asked} were asked for."
             )
         stream, stream_options = body.get("stream") or False, body.get("stream_options") or {}
         if not isinstance(stream, bool) or not isinstance(stream_options, dict):
             raise BadRequest("stream must be a boolean, and stream_options an object")
-        return Order(chat, prompts, max_tokens, stream, bool(stream_options.get("include_usage")))
+        usage = bool(stream_options.get("include_usage"))
+        return Order(
+            chat=chat,
+            name=name if name is not None else uuid.uuid4().hex,
+            prompts=prompts,
+            max_tokens=max_tokens,
+            stream=stream,
+            usage_in_stream=usage,
+            usage_in_chunks=usage and bool(stream_options.get("continuous_usage_stats")),
+            with_ids=bool(body.get("return_token_ids")),
+        )
 
-
-class _Answer:
-    """One answer in OpenAI's form, whole or as a stream of events."""
-
-    def __init__(self, order: Order, model: str, generations: list[Generation]) -> None:
-        self._order = order
-        self._generations = generations
-        self._made = [0] * len(generations)
-        prefix, kind = ("chatcmpl", "chat.completion") if order.chat else ("cmpl", "text_completion")
-        self._head = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": f"{kind}.chunk" if order.chat and order.stream else kind,
-            "created": int(time.time()),
-            "model": model,
-        }
-        for generation in generations:
-            generation.request_id = str(self._head["id"])
-
-    async def whole(self) -> dict[str, Any]:
-        texts = await asyncio.gather(*map(self._text, range(len(self._generations))))
-        choices = [self._choice(index, text) for index, text in enumerate(texts)]
-        return {**self._head, "choices": choices, "usage": self._usage()}
-
-    async def events(self) -> AsyncIterator[bytes]:
-        if self._order.chat:
-            for index in range(len(self._generations)):
-                yield self._chunk(index, None, None)
-        async for index, token in self._merged():
-            generation = self._generations[index]
-            last = token is None or self._made[index] == self._order.max_tokens
-            yield self._chunk(index, token, generation.finish_reason if last else None)
-        if self._order.usage_in_stream:
-            yield _event({**self._head, "choices": [], "usage": self._usage()})
-        yield b"data: [DONE]\n\n"
-
-    async def _text(self, index: int) -> str:
-        words = []
-        async for token in self._generations[index].tokens():
-            words.append(f"t{token}")
-            self._made[index] += 1
-        return " ".join(words)
-
-    async def _merged(self) -> AsyncIterator[tuple[int, int | None]]:
-        """Tokens of all generations as they come; None for one that ended early."""
-        queue: asyncio.Queue[tuple[int, int | None]] = asyncio.Queue()
-
-        async def follow(index: int) -> None:
-            async for token in self._generations[index].tokens():
-                queue.put_nowait((index, token))
-            if self._generations[index].finish_reason == "abort":
-                queue.put_nowait((index, None))
-
-        followers = [asyncio.create_task(follow(index)) for index in range(len(self._generations))]
-        everyone = asyncio.ensure_future(asyncio.gather(*followers))
-        try:
-            while not (everyone.done() and queue.empty()):
-                item = asyncio.ensure_future(queue.get())
-                ends: set[asyncio.Future[Any]] = {item, everyone}
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if not item.done():
-                    item.cancel()
-                    await everyone  # raises what ended it
-                    continue
-                index, token = item.result()
-                self._made[index] += token is not None
-                yield index, token
-            await everyone
-        finally:
-            for follower in followers:
-                follower.cancel()
-            await asyncio.gather(*followers, return_exceptions=True)
-
-    def _choice(self, index: int, text: str) -> dict[str, Any]:
-        reason = self._generations[index].finish_reason
-        if self._order.chat:
-            message = {"role": "assistant", "content": text}
-            return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-    def _chunk(self, index: int, token: int | None, reason: str | None) -> bytes:
-        text = "" if token is None else f" t{token}" if token else "t0"
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": reason}
-        if not self._order.chat:
-            choice["text"] = text
-        elif token is None and reason is None:
-            choice["delta"] = {"role": "assistant", "content": ""}
+    async def abort(self, request: Request) -> Response:
+        """As vLLM's router for reinforcement learning: no ids are all requests."""
+        ids = _request_ids(await _body(request))
+        ended = len(ids) or self._engine.in_flight
+        if ids:
+            self._abort(ids)
         else:
-            choice["delta"] = {"content": text}
-        return _event({**self._head, "choices": [choice]})
+            await self._engine.abort_requests()
+        return JSONResponse({"status": "aborted", "aborted": ended})
 
-    def _usage(self) -> dict[str, int]:
-        prompt, completion = sum(self._order.prompts), sum(self._made)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+    async def abort_of_scale_out(self, request: Request) -> Response:
+        body = await _body(request)
+        if body.get("request_ids") is None:
+            raise BadRequest("Missing 'request_ids' in request body")
+        self._abort(_request_ids(body))
+        return Response()
+
+    def _abort(self, ids: list[str]) -> None:
+        self._engine.abort_named(ids)
+        if not self._engine.options.abort_keeps_kv:
+            self._engine.kv.abort(ids)
+
+    async def kv(self, request: Request) -> Response:
+        kv = self._engine.kv
+        names = ("pinned", "pulled", "expired", "aborted", "local_prefills", "failed_loads")
+        return JSONResponse(
+            {name: getattr(kv, name) for name in names} | {"in_flight": self._engine.in_flight}
+        )
+
+    async def pull_kv(self, request: Request) -> Response:
+        body = await _body(request)
+        try:
+            found = await self._engine.give_kv(body.get("remote_engine_id"), body.get("remote_request_id"))
+        except EngineDied:
+            return Response(status_code=503)
+        return Response(status_code=200 if found else 404)
+
+    async def release_kv(self, request: Request) -> Response:
+        body = await _body(request)
+        found = self._engine.kv.release(body.get("remote_engine_id"), body.get("remote_request_id"))
+        return Response(status_code=200 if found else 404)
+
+
+class _Stream(StreamingResponse):
+    """An answer as events, until they end or are cut."""
+
+    def __init__(self, answer: Answer, cut: "asyncio.Future[None]") -> None:
+        self._answer, self._events, self._cut = answer, answer.events(), cut
+        super().__init__(self._events, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streaming = asyncio.ensure_future(super().__call__(scope, receive, send))
+        try:
+            ends: set[asyncio.Future[Any]] = {streaming, self._cut}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if streaming.done():
+                streaming.result()
+            # Else the answer stays without its end, and the server breaks the connection.
+        finally:
+            streaming.cancel()
+            await asyncio.wait({streaming})
+            await self._events.aclose()
+            self._answer.close()
 
 
 async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
@@ -259,7 +245,7 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _body(request: Request) -> JsonMap:
     try:
         body = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
@@ -269,34 +255,65 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _prompt_tokens(prompt: Any) -> list[int]:
+def _kv_params(body: JsonMap) -> JsonMap:
+    params = body.get("kv_transfer_params") or {}
+    if not isinstance(params, dict):
+        raise BadRequest("kv_transfer_params must be an object")
+    return params
+
+
+def _request_ids(body: JsonMap) -> list[str]:
+    ids = body.get("request_ids") or []
+    if isinstance(ids, str):
+        return [ids]
+    if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
+        raise BadRequest("request_ids must be a list of strings")
+    return ids
+
+
+def _prompts(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str):
-        return [_words(prompt)]
+        return [of_text(prompt)]
     if isinstance(prompt, list) and prompt:
         if all(isinstance(item, str) for item in prompt):
-            return [_words(item) for item in prompt]
-        if _is_tokens(prompt):
-            return [len(prompt)]
-        if all(isinstance(item, list) and _is_tokens(item) for item in prompt):
-            return [len(item) for item in prompt]
+            return [of_text(item) for item in prompt]
+        if _is_ids(prompt):
+            return [of_ids(prompt)]
+        if all(isinstance(item, list) and _is_ids(item) for item in prompt):
+            return [of_ids(item) for item in prompt]
     raise BadRequest("prompt must be a string, a list of strings, or a list (of lists) of token ids")
 
 
-def _is_tokens(items: list[Any]) -> bool:
+def _is_ids(items: list[Any]) -> bool:
     return bool(items) and all(isinstance(item, int) and not isinstance(item, bool) for item in items)
 
 
-def _chat_tokens(messages: Any) -> int:
+def _chat_prompt(body: JsonMap) -> Prompt:
+    messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list that is not empty")
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise BadRequest("each message must be an object with a role")
-    return sum(_words(str(message.get("content") or "")) for message in messages)
+    ids = [one for message in messages for one in ids_of(_content(message))]
+    if not body.get("continue_final_message"):
+        return Prompt(ids)
+    if body.get("add_generation_prompt", True):
+        raise BadRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+    final = of_text(_content(messages[-1]))
+    return Prompt(ids, final.first, final.open_ended)
 
 
-def _words(text: str) -> int:
-    return max(1, len(text.split()))
+def _content(message: JsonMap) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content)
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BadRequest)
+    return JSONResponse(error_body(str(error), error.kind, error.status), error.status)
+
+
+def _internal_error(message: str = "Internal server error") -> Response:
+    return JSONResponse(error_body(message, "InternalServerError", 500), 500)

@@ -1,65 +1,19 @@
 """The simulated engine behaves as vLLM does, in what it allows and in how it fails."""
 
 import asyncio
-import contextlib
-import json
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import pytest
 
+from bus.messages import BadArguments, SimulateArgs, SimulatedCall, Verb, parse_args
 from service.engine.protocol import EngineDied, EngineError, EngineRefused, EngineView
-from service.engine.simulated import SimulatedEngine
+from service.engine.simulated_options import CALL_MS, parse_script
+from service.engine.simulated_words import FIRST_ID, of_ids, of_text
 from statemachine.states import Mode, Tag
+from tests.service.engine.simulation import Stream, ended, events, loaded, post, served, until
 
-QUICK = ["--load-s", "0", "--token-interval-ms", "1"]
 ALL = tuple(Tag)
-NEVER = 10**9
-
-
-async def loaded(*engine_args: str) -> SimulatedEngine:
-    engine = SimulatedEngine("sim-model", [*QUICK, *engine_args], lambda _: None, lambda: None)
-    await engine.load()
-    return engine
-
-
-class Stream:
-    """One request that runs until it ends or the test does."""
-
-    def __init__(self, engine: SimulatedEngine, max_tokens: int = NEVER) -> None:
-        self.request = engine.generate(max_tokens)
-        self.tokens: list[int] = []
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> str | None:
-        async for token in self.request.tokens():
-            self.tokens.append(token)
-        return self.request.finish_reason
-
-    async def running(self, tokens: int = 1) -> "Stream":
-        goal = len(self.tokens) + tokens
-        await until(lambda: len(self.tokens) >= goal or self.task.done())
-        return self
-
-    async def stands_still(self) -> None:
-        before = len(self.tokens)
-        await asyncio.sleep(0.02)
-        assert len(self.tokens) == before
-        assert not self.task.done()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def ended(task: "asyncio.Task[Any]") -> Any:
-    async with asyncio.timeout(5):
-        return await task
 
 
 # Scheduling
@@ -357,10 +311,31 @@ async def test_a_bad_script_is_refused(script: dict[str, Any], complaint: str) -
         await (await loaded()).simulate(script)
 
 
+@pytest.mark.parametrize("call", get_args(SimulatedCall))
+def test_the_bus_accepts_the_scripts_that_the_engine_accepts(call: str) -> None:
+    for outcome in get_args(SimulateArgs.__annotations__["outcome"]):
+        script = {"call": call, "outcome": outcome, "delay_s": 1}
+        try:
+            parse_args(Verb.SIMULATE, script)
+        except BadArguments:
+            with pytest.raises(EngineError, match="outcome must be"):
+                parse_script(script)
+        else:
+            assert parse_script(script)[0] == call
+
+
+def test_the_bus_names_calls_that_exist() -> None:
+    assert set(get_args(SimulatedCall)) <= {"now", *CALL_MS}
+
+
 @pytest.mark.parametrize(
     ("engine_args", "complaint"),
     [
         (["--tokens", "1"], "unrecognized arguments"),
+        (["--prefill-ms", "-1"], "--prefill-ms"),
+        (["--prefill-us-per-token", "x"], "--prefill-us-per-token"),
+        (["--kv-lease-s", "nan"], "--kv-lease-s"),
+        (["--kv-load-failure-policy", "retry"], "--kv-load-failure-policy"),
         (["--load-s", "-1"], "--load-s"),
         (["--load-s", "inf"], "--load-s"),
         (["--call-ms", "dance=1"], "unknown call 'dance'"),
@@ -384,38 +359,6 @@ async def test_shutdown_ends_everything_in_order() -> None:
 
 
 # HTTP
-
-
-@asynccontextmanager
-async def served(engine: SimulatedEngine) -> AsyncIterator[aiohttp.ClientSession]:
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    url = "http://{}:{}".format(*listener.getsockname())
-    serving = asyncio.create_task(engine.serve_http(engine.app(), listener))
-    async with aiohttp.ClientSession(url) as client:
-        async with asyncio.timeout(5):
-            while True:
-                try:
-                    async with client.get("/health"):
-                        break
-                except aiohttp.ClientError:
-                    await asyncio.sleep(0.01)
-        yield client
-    serving.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
-
-
-async def post(client: aiohttp.ClientSession, path: str, **body: Any) -> tuple[int, Any]:
-    async with client.post(path, json=body) as answer:
-        return answer.status, await answer.json()
-
-
-async def events(answer: aiohttp.ClientResponse) -> list[Any]:
-    body = await answer.read()
-    *items, last, nothing = body.decode().split("\n\n")
-    assert (last, nothing) == ("data: [DONE]", "")
-    return [json.loads(item.removeprefix("data: ")) for item in items]
 
 
 async def test_models_and_health() -> None:
@@ -468,6 +411,202 @@ async def test_completions_as_a_stream() -> None:
         assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
+async def test_usage_in_every_chunk_and_token_ids() -> None:
+    async with served(await loaded()) as client:
+        body: dict[str, Any] = {"prompt": "a b", "max_tokens": 2, "stream": True, "return_token_ids": True}
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        async with client.post("/v1/completions", json=body) as answer:
+            first, second, usage = await events(answer)
+        assert [chunk["choices"][0]["token_ids"] for chunk in (first, second)] == [[FIRST_ID], [FIRST_ID + 1]]
+        assert first["choices"][0]["prompt_token_ids"] == of_text("a b").ids
+        assert "prompt_token_ids" not in second["choices"][0]
+        assert [chunk["usage"]["completion_tokens"] for chunk in (first, second, usage)] == [1, 2, 2]
+        assert {chunk["usage"]["prompt_tokens"] for chunk in (first, second, usage)} == {2}
+
+        chat = {**body, "messages": [{"role": "user", "content": "a b"}]}
+        async with client.post("/v1/chat/completions", json=chat) as answer:
+            opening, first, second, usage = await events(answer)
+        assert opening["prompt_token_ids"] == of_text("a b").ids
+        assert [chunk["usage"]["completion_tokens"] for chunk in (opening, first, second, usage)] == [
+            0,
+            1,
+            2,
+            2,
+        ]
+        assert [chunk["choices"][0]["token_ids"] for chunk in (first, second)] == [[FIRST_ID], [FIRST_ID + 1]]
+
+        body["stream_options"] = {"continuous_usage_stats": True}  # vLLM: nothing without include_usage
+        async with client.post("/v1/completions", json=body) as answer:
+            assert all("usage" not in chunk for chunk in await events(answer))
+
+        del body["stream"]
+        _, whole = await post(client, "/v1/completions", **body)
+        assert whole["choices"][0]["token_ids"] == [FIRST_ID, FIRST_ID + 1]
+        assert whole["choices"][0]["prompt_token_ids"] == of_text("a b").ids
+        _, whole = await post(client, "/v1/chat/completions", **{**chat, "stream": False})
+        assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (
+            of_text("a b").ids,
+            [FIRST_ID, FIRST_ID + 1],
+        )
+
+
+@pytest.mark.parametrize(
+    "prompt", ["a b", "a b ", "a\n", "", "at", "t5", "c3t0", "t0 t1", "x t0 t2", "t0 t1 "]
+)
+@pytest.mark.parametrize("cut_after", [1, 2, 5])
+async def test_a_text_that_was_cut_goes_on_where_it_stopped(prompt: str, cut_after: int) -> None:
+    """However often it is sent on: as text or as token ids, nothing is lost and nothing comes twice."""
+    async with served(await loaded("--token-interval-ms", "0")) as client:
+
+        async def answer(prompt: Any, max_tokens: int) -> Any:
+            _, body = await post(
+                client, "/v1/completions", prompt=prompt, max_tokens=max_tokens, return_token_ids=True
+            )
+            return body["choices"][0]
+
+        whole = await answer(prompt, 8)
+        begun = await answer(prompt, cut_after)
+        rest = await answer(prompt + begun["text"], 8 - cut_after)
+        assert begun["text"] + rest["text"] == whole["text"]
+        assert begun["token_ids"] + rest["token_ids"] == whole["token_ids"]
+        rest = await answer(begun["prompt_token_ids"] + begun["token_ids"], 8 - cut_after)
+        assert begun["text"] + rest["text"] == whole["text"]
+        assert begun["token_ids"] + rest["token_ids"] == whole["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("a", "t0 t1"),
+        ("a t0 t1", " t2 t3"),
+        ("a t0 t1 ", "t2 t3"),
+        ("a t1 t2", "t0 t1"),
+        ("t0 t10", "t0 t1"),
+        ("t00", "t0 t1"),
+        ("t1234567890", "t0 t1"),
+        ("\ud800", "t0 t1"),
+    ],
+)
+def test_what_the_model_says_next(prompt: str, text: str) -> None:
+    parsed = of_text(prompt)
+    assert "".join(parsed.text(parsed.first + made) for made in range(2)) == text
+    assert of_ids(parsed.ids).first == parsed.first
+
+
+async def test_a_chat_goes_on_with_its_final_message_only_if_it_is_asked_to() -> None:
+    async with served(await loaded()) as client:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "t0 t1"}]
+        going_on = {"continue_final_message": True, "add_generation_prompt": False}
+        path = "/v1/chat/completions"
+        _, answer = await post(client, path, messages=messages, max_tokens=2, **going_on)
+        assert answer["choices"][0]["message"]["content"] == " t2 t3"
+        _, answer = await post(client, path, messages=messages, max_tokens=2)
+        assert answer["choices"][0]["message"]["content"] == "t0 t1"
+        parts = [{"role": "assistant", "content": [{"type": "text", "text": "t0"}]}]
+        _, answer = await post(client, path, messages=parts, max_tokens=1, **going_on)
+        assert answer["choices"][0]["message"]["content"] == " t1"
+
+
+async def test_a_chat_stream_opens_with_its_first_token() -> None:
+    """So a router that waits for the first event waits for the engine, not for its HTTP server."""
+    engine = await loaded()
+    async with served(engine) as client:
+        await engine.pause(Mode.KEEP, clear_cache=True)
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "stream": True}
+        async with client.post("/v1/chat/completions", json=body) as answer:
+            await until(lambda: engine.in_flight)
+            assert not answer.content._buffer
+            await engine.resume()
+            assert len(await events(answer)) == 2
+
+
+async def test_requests_are_named_as_vllm_names_them_and_ended_by_these_names() -> None:
+    engine = await loaded()
+    async with served(engine) as client:
+        headers = {"X-Request-Id": "mine"}
+        body = {"prompt": ["a", "b"], "max_tokens": 100_000, "stream": True}
+        async with client.post("/v1/completions", json=body, headers=headers) as answer:
+            await answer.content.readuntil(b"\n\n")
+            for path, ids in [
+                ("/abort_requests", ["mine", "cmpl-mine", "cmpl-mine-0"]),
+                ("/inference/v1/abort_requests", ["cmpl-mine-1"]),
+            ]:
+                async with client.post(path, json={"request_ids": ids}) as aborted:
+                    assert aborted.status == 200
+            chunks = await events(answer)
+        assert {chunk["id"] for chunk in chunks} == {"cmpl-mine"}
+        reasons = {c["choices"][0]["index"]: c["choices"][0]["finish_reason"] for c in chunks}
+        assert reasons == {0: "abort", 1: "abort"}
+
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100_000, "stream": True}
+        async with client.post("/v1/chat/completions", json=body, headers=headers) as answer:
+            await answer.content.readuntil(b"\n\n")
+            status, said = await post(client, "/abort_requests", request_ids=["chatcmpl-mine"])
+            assert (status, said) == (200, {"status": "aborted", "aborted": 1})
+            chunks = await events(answer)
+        assert (chunks[-1]["id"], chunks[-1]["choices"][0]["finish_reason"]) == ("chatcmpl-mine", "abort")
+
+
+async def test_an_abort_without_ids_is_one_of_all() -> None:
+    engine = await loaded()
+    running = [await Stream(engine).running() for _ in range(2)]
+    async with served(engine) as client:
+        status, _ = await post(client, "/inference/v1/abort_requests")
+        assert status == 400
+        assert await post(client, "/abort_requests") == (200, {"status": "aborted", "aborted": 2})
+        assert (await post(client, "/abort_requests", request_ids=[1]))[0] == 400
+    assert [await ended(one.task) for one in running] == ["abort", "abort"]
+
+
+async def test_the_prompt_takes_its_time() -> None:
+    engine = await loaded("--prefill-ms", "20", "--prefill-us-per-token", "1000", "--token-interval-ms", "0")
+    async with served(engine) as client:
+        for tokens, least_s in ((1, 0.021), (40, 0.06)):
+            started = asyncio.get_running_loop().time()
+            await post(client, "/v1/completions", prompt=[1] * tokens, max_tokens=1)
+            assert asyncio.get_running_loop().time() - started >= least_s
+
+
+async def test_an_engine_that_refuses_looks_healthy() -> None:
+    engine = await loaded()
+    async with served(engine) as client:
+        running = await Stream(engine).running()
+        await engine.simulate({"call": "now", "outcome": "refuse"})
+        await until(lambda: engine.refuses)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            status, answer = await post(client, path, prompt="a", messages=[])
+            assert (status, answer["error"]["code"]) == (500, 500)
+        async with client.get("/health") as health:
+            assert health.status == 200
+        await running.running()
+        assert (await engine.ask()).scheduling
+        await engine.simulate({"call": "now", "outcome": "admit"})
+        await until(lambda: not engine.refuses)
+        assert (await post(client, "/v1/completions", prompt="a"))[0] == 200
+
+
+async def test_streams_are_cut_and_the_engine_lives_on() -> None:
+    engine = await loaded()
+    async with served(engine) as client:
+        whole = asyncio.create_task(post(client, "/v1/completions", prompt="a", max_tokens=100))
+        body = {"prompt": "a", "max_tokens": 100_000, "stream": True}
+        async with (
+            client.post("/v1/completions", json=body) as one,
+            client.post("/v1/completions", json=body) as other,
+        ):
+            await one.content.readuntil(b"\n\n")
+            await other.content.readuntil(b"\n\n")
+            await engine.simulate({"call": "now", "outcome": "cut"})
+            for answer in (one, other):
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await answer.read()
+        status, answered = await ended(whole)
+        assert (status, answered["choices"][0]["finish_reason"]) == (200, "length")
+        assert engine.in_flight == 0
+        async with client.post("/v1/completions", json={**body, "max_tokens": 2}) as answer:
+            assert len(await events(answer)) == 2  # those that come later are not cut
+
+
 async def test_an_aborted_stream_says_so() -> None:
     engine = await loaded()
     async with served(engine) as client:
@@ -512,8 +651,10 @@ async def _read(client: aiohttp.ClientSession, body: dict[str, Any]) -> None:
         ("/v1/completions", {"prompt": "a", "n": 2}, 400),
         ("/v1/completions", {"prompt": "a", "stream": "yes"}, 400),
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404),
+        ("/v1/completions", {"prompt": "a", "kv_transfer_params": [1]}, 400),
         ("/v1/chat/completions", {"messages": []}, 400),
         ("/v1/chat/completions", {"messages": ["hi"]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "continue_final_message": True}, 400),
     ],
 )
 async def test_a_wrong_request_gets_an_error_in_openais_form(
