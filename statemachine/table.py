@@ -160,6 +160,9 @@ ARROWS: tuple[Arrow, ...] = (
     *_stay(ev.UpdateWeightsRequested, S.WEIGHT_UPDATE),
     *_stay(ev.FinishUpdateRequested, S.WEIGHT_UPDATE),
     *_stay(ev.AbortUpdateRequested, S.WEIGHT_UPDATE),
+    # The end of a session may need no engine call: an abort after a chunk, the last step of a finish.
+    *_any(ev.FinishUpdateRequested, (S.WEIGHT_UPDATE,), S.ASLEEP, S.PARTIALLY_AWAKE, S.PAUSED),
+    *_any(ev.AbortUpdateRequested, (S.WEIGHT_UPDATE,), S.ASLEEP, S.PARTIALLY_AWAKE),
     # The engine confirmed a step, perhaps the last one.
     *_stay(ev.CallSucceeded, *LIVING),
     Arrow(ev.CallSucceeded, S.PAUSED, S.SERVING),
@@ -186,6 +189,7 @@ ARROWS: tuple[Arrow, ...] = (
     *_stay(ev.DrainCut, *LIVING),
     # A lease that runs out: a session is aborted; a pause is resumed, or only forgotten.
     *_stay(ev.LeaseExpired, *LIVING),
+    *_any(ev.LeaseExpired, (S.WEIGHT_UPDATE,), S.ASLEEP, S.PARTIALLY_AWAKE),
     # The end. Failed is left only by shutting down, which is left only by being gone.
     *_any(ev.EngineDied, (S.STARTING, *LIVING), S.FAILED),
     *_stay(ev.EngineDied, S.FAILED, S.SHUTTING_DOWN),  # already as bad as it gets

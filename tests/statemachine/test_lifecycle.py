@@ -19,11 +19,29 @@ def kinds(effects: list[fx.Effect]) -> list[type]:
     return [type(e) for e in effects]
 
 
-def test_traffic_leaves_before_the_engine_is_called() -> None:
+def refusal(driver: Driver, verb: type[ev.Request], **fields: Any) -> str:
+    """The code that a command is refused with."""
+    with pytest.raises(Refused) as refused:
+        driver.do(verb, **fields)
+    return refused.value.code
+
+
+@pytest.mark.parametrize(
+    ("verb", "fields", "state"),
+    [
+        (PAUSE, {"mode": Mode.WAIT}, State.PAUSED),
+        (SLEEP, {"level": 1}, State.ASLEEP),
+        (START, {}, State.WEIGHT_UPDATE),
+    ],
+)
+def test_traffic_leaves_before_the_engine_is_called(
+    verb: type[ev.Request], fields: dict[str, Any], state: State
+) -> None:
+    """Subscribe before advertise; unregister before sleep: health and discovery come first."""
     driver = Driver.serving()
-    effects = driver.feed(request(PAUSE, mode=Mode.WAIT))
+    effects = driver.feed(request(verb, **fields))
     assert kinds(effects) == [fx.ShowHealth, fx.LeaveDiscovery, fx.Admit, fx.Publish, fx.Call]
-    assert driver.life.state is State.PAUSED
+    assert driver.life.state is state
     assert not driver.life.picture.settled
 
 
@@ -102,24 +120,112 @@ def test_frozen_requests_never_drain() -> None:
     driver.do(PAUSE, mode=Mode.KEEP)
     assert not driver.do(PAUSE, mode=Mode.KEEP).changed
     assert not driver.do(PAUSE, mode=Mode.WAIT, held=0).changed
-    with pytest.raises(Refused, match="2 requests are frozen by keep") as refusal:
+    with pytest.raises(Refused, match="2 requests are frozen by keep") as refused:
         driver.do(PAUSE, mode=Mode.WAIT, held=2)
-    assert refusal.value.code == "invalid_state"
+    assert refused.value.code == "invalid_state"
     assert driver.do(PAUSE, mode=Mode.ABORT, held=2).changed
     assert driver.life.facts.stop_mode is Mode.ABORT
 
 
+@pytest.mark.parametrize("last_wake_up", ["inside the session", "after the commit"])
+def test_a_session_brackets_the_update_of_a_sleeping_engine(last_wake_up: str) -> None:
+    """Update session: prepared with the weights resident, applied in chunks, committed with a version.
+    What was received is held against the manifest before the engine's finish, the commit comes before
+    anything is scheduled, whenever the last wake-up comes, and one session is open at a time."""
+    driver = Driver.serving()
+    driver.do(SLEEP)
+    assert refusal(driver, START) == "invalid_state"
+    driver.do(WAKE, tags=("weights",))
+    driver.do(START)
+    assert refusal(driver, START) == "weight_update_open"
+    driver.do(UPDATE)
+    if last_wake_up == "inside the session":
+        assert driver.do(WAKE).result == {"woken": ["kv_cache"]}
+    called = len(driver.calls())
+    missing = "1 of 2 parameters were received"
+    assert refusal(driver, FINISH, incomplete=missing) == "incomplete_weight_update"
+    assert len(driver.calls()) == called
+    driver.do(UPDATE)
+    called = len(driver.calls())
+    assert driver.do(FINISH, weight_version="v2").result["committed"]
+    if last_wake_up == "after the commit":
+        assert driver.life.state is State.PARTIALLY_AWAKE and not driver.engine.scheduling
+        driver.do(WAKE)
+    commit = [fx.FinishUpdate, fx.SetVersion, fx.ResetCaches]
+    wake = [fx.WakeEngine] if last_wake_up == "after the commit" else []
+    assert [type(call) for call in driver.calls()[called:]] == [*commit, *wake, fx.ResumeEngine]
+    assert not driver.engine.scheduled_where_forbidden
+    assert driver.life.state is State.SERVING
+
+
 @pytest.mark.parametrize("begin", [(), ((SLEEP, {}), (WAKE, {"tags": ("weights",)}))])
 def test_an_undone_session_leads_back_to_where_it_came_from(begin: tuple[Any, ...]) -> None:
+    """No auto-resume; tainted weights: unservable from the start on, and before the first chunk undone by
+    an empty finish without a version, which is verified."""
     driver = Driver.serving()
     for kind, fields in begin:
         driver.do(kind, **fields)
     before = driver.life.state
     driver.do(START)
+    assert not driver.life.picture.weights.good and not driver.life.picture.ready
+    called = len(driver.calls())
     assert driver.do(ABORT).code is None
+    undone = driver.calls()[called:]
+    assert undone[:2] == [fx.FinishUpdate(), fx.AskEngine()]
+    assert not [call for call in undone if isinstance(call, fx.SetVersion)]
     assert driver.life.state is before
     assert driver.life.picture.weights.good
     assert driver.life.facts.version == "default"
+
+
+@pytest.mark.parametrize("end", ["aborted", "a chunk failed", "its lease ran out", "its undo failed"])
+def test_tainted_weights_serve_again_only_after_a_good_finish(end: str) -> None:
+    """No auto-resume; tainted weights: nothing but a good finish of a new session leads out, whatever is
+    tried. The instance is alive meanwhile: replacing its process is the other way, and not forced."""
+    driver = Driver.serving()
+    driver.do(START)
+    session = driver.life.facts.session
+    assert session is not None
+    match end:
+        case "aborted":
+            driver.do(UPDATE)
+            driver.do(ABORT)
+        case "a chunk failed":
+            driver.engine.fail = [fx.LoadChunk]
+            assert driver.do(UPDATE).code == "engine_error"
+        case "its lease ran out":
+            driver.do(UPDATE)
+            driver.feed(ev.LeaseExpired(ev.Cause("lease_expired"), session.id))
+            driver.settle()
+        case _:
+            driver.engine.fail = [fx.FinishUpdate]
+            assert driver.do(ABORT).code == "engine_error"
+
+    def is_tainted() -> bool:
+        health = driver.life.health
+        assert (driver.life.state, driver.life.facts.version) == (State.WEIGHT_UPDATE, "default")
+        assert health["liveness"] and not health["readiness"] and not driver.engine.scheduling
+        return driver.life.facts.bad is Phase.TAINTED
+
+    assert is_tainted()
+    assert refusal(driver, RESUME) == "weights_not_ready"
+    for verb in (UPDATE, FINISH, ABORT):
+        assert refusal(driver, verb) == "invalid_state"
+    driver.do(SLEEP)
+    driver.do(WAKE)
+    assert is_tainted()
+    driver.engine.scheduling = True  # somebody resumes it behind our back
+    observe(driver)
+    driver.settle()
+    assert is_tainted()
+    driver.do(START)
+    assert refusal(driver, FINISH, allow_empty=True) == "empty_weight_update"
+    driver.do(ABORT)
+    assert is_tainted()
+    driver.do(START)
+    driver.do(UPDATE)
+    driver.do(FINISH, weight_version="v2")
+    assert driver.life.picture.ready and driver.life.facts.version == "v2"
 
 
 def test_an_undo_never_makes_bad_weights_good() -> None:
@@ -140,9 +246,9 @@ def test_a_session_aborted_after_a_chunk_is_tainted_until_a_good_finish() -> Non
     driver.do(ABORT)
     picture = driver.life.picture
     assert picture.weight_update is not None and picture.weight_update.phase is Phase.TAINTED
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(Refused) as refused:
         driver.do(RESUME)
-    assert refusal.value.code == "weights_not_ready"
+    assert refused.value.code == "weights_not_ready"
     driver.do(START)
     driver.do(UPDATE)
     assert driver.do(FINISH, weight_version="v2").result == {"committed": True, "version": "v2", "chunks": 1}
@@ -167,6 +273,7 @@ def test_a_failed_chunk_taints_before_anything_else_is_tried() -> None:
 
 
 def test_a_finish_goes_on_with_the_first_step_not_done() -> None:
+    """Version visible only at commit, and the commit is all of its steps."""
     driver = Driver.serving()
     driver.do(START)
     driver.do(UPDATE)
@@ -199,23 +306,25 @@ def test_a_failed_resume_after_the_commit_is_told_and_tried_again() -> None:
 
 
 def test_a_finish_without_a_chunk_must_be_declared() -> None:
+    """Bracket, do not own, the transfer: weights that came by a way not seen here are declared."""
     driver = Driver.serving()
     driver.do(START)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(Refused) as refused:
         driver.do(FINISH)
-    assert refusal.value.code == "empty_weight_update"
+    assert refused.value.code == "empty_weight_update"
     assert driver.do(FINISH, allow_empty=True, weight_version="elsewhere").code is None
     assert driver.life.facts.version == "elsewhere"
 
 
 def test_bad_weights_are_declared_good_only_by_name() -> None:
+    """Weights-required flag: a load that the service could not see counts once the trainer declares it."""
     driver = Driver.serving()
     driver.do(SLEEP, level=2)
     driver.do(WAKE)
     driver.do(START)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(Refused) as refused:
         driver.do(FINISH, allow_empty=True)
-    assert refusal.value.code == "empty_weight_update"
+    assert refused.value.code == "empty_weight_update"
     driver.do(FINISH, allow_empty=True, weight_version="v")
     assert driver.life.state is State.SERVING
 
@@ -239,12 +348,65 @@ def test_a_start_that_cannot_be_undone_leaves_tainted_weights() -> None:
     assert not driver.engine.scheduling
 
 
+@pytest.mark.parametrize("end", ["abort", "lease"])
+@pytest.mark.parametrize("asleep", [(Tag.KV_CACHE,), tuple(Tag)], ids=["in part", "behind our back"])
+def test_a_session_may_end_without_an_engine_call_while_memory_sleeps(
+    end: str, asleep: tuple[Tag, ...]
+) -> None:
+    driver = Driver.serving()
+    driver.do(SLEEP)
+    driver.do(WAKE, tags=("weights",))
+    driver.do(START)
+    driver.do(UPDATE)
+    driver.engine.asleep = asleep
+    observe(driver)
+    session = driver.life.facts.session
+    assert session is not None
+    if end == "abort":
+        driver.do(ABORT)
+    else:
+        driver.feed(ev.LeaseExpired(ev.Cause("lease_expired"), session.id))
+    assert driver.life.state is (State.ASLEEP if len(asleep) == 2 else State.PARTIALLY_AWAKE)
+    driver.do(WAKE)
+    assert driver.life.facts.bad is Phase.TAINTED
+    assert driver.life.state is State.WEIGHT_UPDATE and not driver.engine.scheduling
+
+
+@pytest.mark.parametrize(
+    ("begin", "after"),
+    [
+        ([(PAUSE, {})], State.PAUSED),
+        ([(SLEEP, {}), (WAKE, {"tags": ("weights",)})], State.PARTIALLY_AWAKE),
+        ([], State.SERVING),
+    ],
+)
+def test_a_repeated_finish_may_have_no_step_left(
+    begin: list[tuple[type[ev.Request], dict[str, Any]]], after: State
+) -> None:
+    """The caches could not be cleared, and then need not be."""
+    driver = Driver.serving()
+    for kind, fields in begin:
+        driver.do(kind, **fields)
+    driver.do(START)
+    driver.do(UPDATE)
+    driver.engine.fail = [fx.ResetCaches]
+    assert driver.do(FINISH, weight_version="v").code == "engine_error"
+    assert driver.do(FINISH, weight_version="v", clear_cache=False).result["committed"]
+    assert (driver.life.state, driver.life.facts.version) == (after, "v")
+
+
 def test_level_2_discards_the_weights() -> None:
+    """Weights-required flag: after a sleep of level 2 nothing resumes until new weights are committed."""
     driver = Driver.serving()
     driver.do(SLEEP, level=2)
     driver.do(WAKE)
     assert driver.life.state is State.WEIGHT_UPDATE
-    assert not driver.engine.scheduling
+    assert refusal(driver, RESUME) == "weights_not_ready"
+    assert not driver.engine.scheduling and not driver.life.health["readiness"]
+    driver.do(START)
+    driver.do(UPDATE)
+    driver.do(ABORT)
+    assert refusal(driver, RESUME) == "weights_not_ready"
     driver.do(START)
     driver.do(UPDATE)
     driver.do(FINISH)
@@ -437,9 +599,9 @@ def test_an_init_withdraws_readiness_for_its_duration() -> None:
 def test_without_a_configured_transfer_there_is_no_update(verb: type[ev.Request]) -> None:
     driver = Driver()
     driver.feed(ev.EngineLoaded(weight_transfer=False))
-    with pytest.raises(Refused, match="no weight transfer") as refusal:
+    with pytest.raises(Refused, match="no weight transfer") as refused:
         driver.do(verb)
-    assert refusal.value.code == "invalid_state"
+    assert refused.value.code == "invalid_state"
     assert driver.life.picture.ready
 
 

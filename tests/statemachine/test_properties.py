@@ -1,7 +1,10 @@
 """Whatever the order of events, the invariants hold."""
 
-from typing import Any
+import random
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -39,20 +42,19 @@ COMMANDS: st.SearchStrategy[tuple[type[ev.Request], dict[str, object]]] = st.one
     ),
     st.tuples(st.just(ev.AbortUpdateRequested), st.just({})),
 )
-FAILABLE = st.sampled_from(
-    [
-        fx.PauseEngine,
-        fx.ResumeEngine,
-        fx.SleepEngine,
-        fx.WakeEngine,
-        fx.InitTransfer,
-        fx.StartUpdate,
-        fx.LoadChunk,
-        fx.FinishUpdate,
-        fx.SetVersion,
-        fx.ResetCaches,
-    ]
-)
+FAILABLE_CALLS = [
+    fx.PauseEngine,
+    fx.ResumeEngine,
+    fx.SleepEngine,
+    fx.WakeEngine,
+    fx.InitTransfer,
+    fx.StartUpdate,
+    fx.LoadChunk,
+    fx.FinishUpdate,
+    fx.SetVersion,
+    fx.ResetCaches,
+]
+FAILABLE = st.sampled_from(FAILABLE_CALLS)
 MAY_MAKE_GOOD = {"FinishUpdateRequested", "AbortUpdateRequested", "StartUpdateRequested", "LeaseExpired"}
 
 
@@ -232,3 +234,78 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestAnyOrder = AnyOrder.TestCase
+
+
+Fields: TypeAlias = Callable[[random.Random], dict[str, object]]
+
+
+def _a_mode(chance: random.Random) -> Mode:
+    return chance.choice([Mode.KEEP, Mode.WAIT, Mode.ABORT])
+
+
+VERBS: list[tuple[type[ev.Request], Fields]] = [
+    (ev.PauseRequested, lambda chance: {"mode": _a_mode(chance)}),
+    (ev.ResumeRequested, lambda chance: {}),
+    (ev.SleepRequested, lambda chance: {"level": chance.randint(0, 2), "mode": _a_mode(chance)}),
+    (
+        ev.WakeUpRequested,
+        lambda chance: {"tags": chance.choice([None, ("weights",), ("kv_cache",), ("scheduling",)])},
+    ),
+    (ev.InitTransferRequested, lambda chance: {}),
+    (ev.StartUpdateRequested, lambda chance: {"pause_mode": _a_mode(chance)}),
+    (ev.UpdateWeightsRequested, lambda chance: {}),
+    (
+        ev.FinishUpdateRequested,
+        lambda chance: {
+            "allow_empty": chance.random() < 0.5,
+            "clear_cache": chance.random() < 0.5,
+            "weight_version": chance.choice([None, "v1", "v2"]),
+        },
+    ),
+    (ev.AbortUpdateRequested, lambda chance: {}),
+]
+STORIES, STEPS = 240, 60
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_long_stories_in_which_most_calls_go_well(part: int) -> None:
+    """The same without a fondness for odd orders, so that sessions, sleeps and failures come together."""
+    for seed in range(part * STORIES // 4, (part + 1) * STORIES // 4):
+        chance, machine = random.Random(seed), AnyOrder()
+        machine.loaded(transfer=True, stale=chance.random() < 0.1)
+        told: list[str] = []
+        try:
+            while len(told) < STEPS and machine.driver.life.state in LIVING:
+                told.append(a_step(machine, chance))
+                machine.ready_only_when_serving_and_settled()
+                machine.every_accepted_command_is_answered_exactly_once()
+                machine.nothing_is_scheduled_by_us_where_it_must_not_be()
+                machine.a_settled_picture_is_what_its_facts_say()
+        except Exception as error:
+            error.add_note(f"story {seed}: {'; '.join(told)}; and then")
+            raise
+
+
+def a_step(machine: AnyOrder, chance: random.Random) -> str:
+    call = machine.driver.life.running_call
+    kind = chance.choice(FAILABLE_CALLS)
+    of_session = chance.random() < 0.7
+    steps: list[tuple[int, str, Callable[[], None]]] = [
+        (3, f"{kind.__name__} will fail", lambda: machine.the_next_call_of_a_kind_fails(kind)),
+        (3, "asked", lambda: machine.the_periodic_question_is_answered(chance.uniform(1, 100), False)),
+    ]
+    if call is not None:
+        steps.append((50, "it ends", machine.the_call_ends))
+        steps.append((2, "cut", machine.a_drain_is_cut))
+        if not isinstance(call.call, fx.AskEngine):
+            steps.append((3, "it times out", lambda: machine.the_call_times_out(chance.random() < 0.5)))
+    else:
+        verb, fields = chance.choice(VERBS)
+        command = verb, fields(chance)
+        steps.append((40, str(command), lambda: machine.command(command, chance.choice([0, 0, 1]))))
+        steps.append((5, "lease", lambda: machine.a_lease_runs_out(of_session)))
+        steps.append((2, "outside", lambda: machine.somebody_acts_behind_our_back(chance.random() < 0.5)))
+        steps.append((2, "stale", machine.another_version_is_required))
+    _, told, do = chance.choices(steps, [weight for weight, *_ in steps])[0]
+    do()
+    return told
