@@ -29,6 +29,7 @@ async def test_compare_and_set(bus: Bus) -> None:
 
 
 async def test_trainers_that_start_at_once_get_different_epochs(connect: Connect) -> None:
+    """Fencing: an epoch is taken once for each start of a trainer, by compare-and-set."""
     buses = [await connect() for _ in range(4)]
     assert await highest_epoch(buses[0], *WHO) is None
     taken = await asyncio.gather(*(next_epoch(bus, *WHO) for bus in buses for _ in range(5)))

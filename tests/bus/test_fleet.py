@@ -65,20 +65,30 @@ async def test_everybody_answers_to_one_message(client: Client, members: StartMe
     assert outcome.joined == outcome.left == {}
 
 
-async def test_a_part_is_never_ok(client: Client, members: StartMembers) -> None:
-    """Facts, 4.1 row 1: done, failed and no answer are told apart, and who is missing is known."""
-    three = await members()
-    three["b"].fails["pause"] = ErrorCode.ENGINE_ERROR
-    three["c"].deaf.add("pause")
-    async with Fleet(client) as fleet:
+@pytest.mark.parametrize("names", [None, ["a", "b", "c", "d"]], ids=["everybody", "by name"])
+async def test_a_part_is_never_ok(
+    names: list[str] | None, client: Client, members: StartMembers, connect: Connect
+) -> None:
+    """Group command, per-engine acks: it means those who lived when the fleet was made, has one deadline
+    and goes to all at once; done, failed with its code, and no answer are told apart."""
+    four = await members("a", "b", "c", "d")
+    four["b"].fails["pause"] = ErrorCode.ENGINE_ERROR
+    four["c"].deaf.add("pause")
+    four["d"].slow.add("pause")
+    async with Fleet(client, names) as fleet:
+        joiner = await Member(await connect(), "late").start()
+        await eventually(lambda: fleet.joined)
         started = time.monotonic()
         outcome = await fleet.send("pause", timeout_s=0.5)
         assert 0.4 < time.monotonic() - started < 10
+        four["d"].release.set()
+    assert outcome.expected == {name: member.incarnation for name, member in four.items()}
+    assert outcome.joined == {"late": joiner.incarnation}
     assert not outcome.ok
     assert sorted(outcome.done) == ["a"]
-    assert outcome.codes == {"b": "engine_error", "c": "no_answer"}
-    assert outcome.no_answer == {"c": "no reply in time; it may have been carried out"}
-    assert str(outcome) == "pause: 1 of 3 done, b: engine_error, c: no_answer"
+    assert outcome.codes == {"b": "engine_error", "c": "no_answer", "d": "no_answer"}
+    assert set(outcome.no_answer.values()) == {"no reply in time; it may have been carried out"}
+    assert str(outcome) == "pause: 1 of 4 done, b: engine_error, c: no_answer, d: no_answer"
 
 
 async def test_nobody_is_not_ok(client: Client) -> None:
@@ -299,7 +309,7 @@ async def test_chunks_of_its_own_for_each(client: Client, members: StartMembers)
 async def test_a_lost_reply_in_any_phase_changes_nothing(
     verb: str, client: Client, members: StartMembers
 ) -> None:
-    """Facts, 4.1 row 8: a repeat gets the same answer."""
+    """Idempotency: each phase and chunk has an id of its own, and a repeat of it gets the first answer."""
     three = await members()
     three["b"].loses[verb] = 1
     async with Fleet(client) as fleet, fleet.update("v2") as update:
@@ -312,7 +322,7 @@ async def test_a_lost_reply_in_any_phase_changes_nothing(
 async def test_a_pause_that_only_some_accept_is_taken_back(
     on_partial: Any, client: Client, members: StartMembers
 ) -> None:
-    """From exactly those that this call paused; facts, 4.1 row 5."""
+    """Partial-pause rollback: exactly those that this update paused are resumed, with what they had."""
     four = await members("a", "b", "c", "d")
     four["b"].fails["pause"] = ErrorCode.INVALID_STATE
     four["c"].stops.append("command")  # somebody else's pause
@@ -325,7 +335,9 @@ async def test_a_pause_that_only_some_accept_is_taken_back(
                 pytest.fail("not everybody is paused")
     assert four["a"].verbs() == ["pause", "resume"]
     assert [four[name].verbs() for name in "bcd"] == [["pause"]] * 3
+    assert states(four) == {"a": "serving", "b": "serving", "c": "paused", "d": "paused"}
     assert four["c"].stops == ["command"]
+    assert {member.version for member in four.values()} == {"default"}
 
 
 async def test_a_pause_whose_reply_never_came_is_taken_back_too(
@@ -422,6 +434,37 @@ async def test_hold_keeps_the_others_paused_with_what_they_have(
         assert states(three) == {"a": "serving", "b": "serving", "c": "serving"}
         assert fleet.paused == {}
         assert update.held == []
+
+
+@pytest.mark.parametrize("choice", ["retry", "drop", "end"])
+async def test_after_a_part_the_trainer_decides(choice: str, client: Client, members: StartMembers) -> None:
+    """All-or-report, not all-or-nothing: who has committed has the version and stays paused, and the
+    trainer retries, goes on without those that failed, or ends it."""
+    three = await members()
+    three["b"].fails["update_weights"] = ErrorCode.ENGINE_ERROR
+    async with Fleet(client) as fleet:
+        with pytest.raises(PartialUpdate):
+            async with fleet.update("v2") as update:
+                await update.load(CHUNK)
+        assert ends(update) == {"a": End.COMMITTED, "b": End.TAINTED, "c": End.COMMITTED}
+        assert states(three) == {"a": "paused", "b": "tainted", "c": "paused"}
+        assert update.held == ["a", "b", "c"]
+        if choice == "retry":
+            three["b"].fails.clear()
+            async with fleet.update("v2") as again:
+                await again.load(CHUNK)
+            assert set(ends(again).values()) == {End.COMMITTED}
+            assert states(three) == {"a": "serving", "b": "serving", "c": "serving"}
+            return
+        if choice == "drop":
+            fleet.drop("b")
+            async with fleet.update("v3") as smaller:
+                await smaller.load(CHUNK)
+            assert ends(smaller) == {"a": End.COMMITTED, "c": End.COMMITTED}
+        else:
+            assert sorted((await update.resume()).done) == ["a", "c"]
+        assert states(three) == {"a": "serving", "b": "tainted", "c": "serving"}
+        assert "resume" not in three["b"].verbs()
 
 
 async def test_resume_good_resumes_the_others(client: Client, members: StartMembers) -> None:
@@ -550,6 +593,25 @@ async def test_a_trainer_that_starts_again_finds_what_it_did(client: Client, mem
         await update.load({"path": "/rest"})
     assert {member.chunks for member in three.values()} == {2}
     assert states(three) == {"a": "serving", "b": "serving", "c": "serving"}
+
+
+async def test_who_joins_during_an_update_waits_for_the_next(
+    client: Client, members: StartMembers, connect: Connect
+) -> None:
+    """Version gating of joiners: it is told of, and no part of the update that runs."""
+    await members()
+    async with Fleet(client) as fleet:
+        async with fleet.update("v2") as update:
+            late = await Member(await connect(), "late").start()
+            await eventually(lambda: fleet.joined)
+            assert (await update.load(CHUNK)).joined == {"late": late.incarnation}
+        assert sorted(update.parts) == ["a", "b", "c"]
+        assert late.verbs() == []
+        fleet.refresh()
+        async with fleet.update("v3") as update:
+            await update.load(CHUNK)
+        assert sorted(update.parts) == ["a", "b", "c", "late"]
+        assert late.version == "v3"
 
 
 async def test_without_a_pause(client: Client, members: StartMembers) -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
+from service import control
 from service.control import MAX_WAITING
 from statemachine import events as ev
 from tests.service.shell import shell
@@ -49,6 +51,7 @@ async def test_an_unknown_verb_is_named() -> None:
 
 
 async def test_a_repeat_gets_the_first_answer_and_does_nothing() -> None:
+    """Idempotency: the same key means the same command, whatever has happened since."""
     async with shell() as s:
         first = await s.do("pause", id="one")
         await s.do("resume", id="two")
@@ -58,6 +61,7 @@ async def test_a_repeat_gets_the_first_answer_and_does_nothing() -> None:
 
 
 async def test_a_repeat_of_a_running_command_waits_for_its_answer() -> None:
+    """Idempotency: also while the first still runs, which `status` tells by the key."""
     async with shell() as s:
         s.engine.close("pause")
         first = s.send("pause", id="same")
@@ -79,6 +83,7 @@ async def test_an_id_is_not_reused_for_something_else() -> None:
 
 
 async def test_a_refusal_is_judged_anew_and_an_engine_error_is_not() -> None:
+    """Idempotency: remembered is what ended well or has called the engine."""
     async with shell() as s:
         assert await s.code("finish_weight_update", id="f") == "invalid_state"
         await s.do("start_weight_update")
@@ -96,7 +101,26 @@ def s_error() -> Exception:
     return EngineError("no")
 
 
+@pytest.mark.parametrize(("limit", "value"), [("REMEMBER_S", 0.05), ("REMEMBER_MAX", 1)])
+async def test_what_is_long_ago_is_forgotten(
+    limit: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Idempotency: for 10 minutes, and the last 10,000."""
+    assert (control.REMEMBER_S, control.REMEMBER_MAX) == (600, 10_000)
+    monkeypatch.setattr(control, limit, value)
+    async with shell() as s:
+        assert not (await s.do("pause", id="one"))["duplicate"]
+        assert (await s.do("pause", id="one"))["duplicate"]
+        await asyncio.sleep(0.1)
+        await s.do("resume", id="two")
+        assert not (await s.do("pause", id="one"))["duplicate"]
+        status = await s.do("status", {"verb": "resume", "id": "two"})
+        assert (status["result"]["reply"] is not None) is (limit == "REMEMBER_S")
+        assert s.engine.calls == ["pause", "resume", "pause"]
+
+
 async def test_the_answer_of_a_lost_reply_can_be_asked_for() -> None:
+    """Idempotency: by its verb and key."""
     async with shell() as s:
         await s.do("pause", id="lost")
         status = await s.do("status", {"verb": "pause", "id": "lost"})
@@ -119,6 +143,69 @@ async def test_64_may_wait_and_the_next_is_told_busy_unless_it_would_be_refused_
         s.engine.open("pause")
         for reply_to in (running, *waiting):
             assert (await s.reply(reply_to))["ok"]
+
+
+async def test_one_queue_and_what_it_never_lets_through() -> None:
+    """Ordering guard: one command at a time, in order of arrival, and `status` does not wait. What the
+    engine would accept and regret is refused before it is called."""
+    async with shell() as s:
+        update: dict[str, Any] = {"update_info": {}}
+
+        async def refused(*codes: tuple[str, dict[str, Any], str]) -> None:
+            called = list(s.engine.calls)
+            for verb, args, code in codes:
+                assert await s.code(verb, args) == code, verb
+            assert s.engine.calls == called
+
+        outside = [("update_weights", update, "invalid_state"), ("finish_weight_update", {}, "invalid_state")]
+        await refused(*outside)  # while serving
+        called = list(s.engine.calls)
+        for tags in (None, ["weights"], ["kv_cache"], []):
+            reply = await s.do("wake_up", {"tags": tags} if tags is not None else {})
+            assert (reply["ok"], reply["changed"], reply["result"]) == (True, False, {"woken": []})
+        assert s.engine.calls == called  # nothing of it was asleep
+
+        await s.do("sleep")
+        await refused(*outside, ("start_weight_update", {}, "invalid_state"), ("resume", {}, "invalid_state"))
+        await s.do("wake_up", {"tags": ["kv_cache"]})
+        await refused(*outside, ("start_weight_update", {}, "invalid_state"), ("resume", {}, "invalid_state"))
+        await s.do("wake_up", {"tags": ["weights"]})
+        assert s.life.state.value == "serving"
+
+        await s.do("sleep")
+        await s.do("wake_up", {"tags": ["weights"]})
+        await s.do("start_weight_update")
+        await refused(
+            ("resume", {}, "weight_update_open"),
+            ("sleep", {}, "weight_update_open"),
+            ("start_weight_update", {}, "weight_update_open"),
+        )
+        s.engine.close("update")
+        running = s.send("update_weights", update)
+        await s.engine.started("update")
+        waiting = [s.send("wake_up"), s.send("resume")]
+        status = await s.do("status")
+        assert (status["ok"], status["state"]["settled"]) == (True, False)
+        assert not any(reply_to in s.replies for reply_to in (running, *waiting))
+        s.engine.open("update")
+        assert [(await s.reply(reply_to))["ok"] for reply_to in (running, *waiting)] == [True, True, False]
+        assert s.engine.calls[-2:] == ["update", "wake_up"]
+        assert not s.engine.scheduling  # although everything is awake
+
+
+async def test_a_lease_ends_between_two_commands() -> None:
+    """Ordering guard: it does not wait for those that are queued."""
+    async with shell() as s:
+        await s.do("start_weight_update", {"lease_s": 0.2}, issuer="trainer")
+        s.engine.close("pause")
+        running = s.send("pause", {"mode": "abort"}, issuer="operator")  # stronger than keep: called
+        await s.engine.started("pause")
+        waiting = s.send("resume", issuer="operator")
+        await asyncio.sleep(0.3)
+        s.engine.open("pause")
+        assert (await s.reply(running))["ok"]
+        assert (await s.reply(waiting))["ok"]  # the session is over, or it would be refused
+        assert s.engine.calls[-4:] == ["pause", "finish", "ask", "resume"]
 
 
 async def test_a_deadline_that_passes_while_waiting_keeps_the_engine_out_of_it() -> None:

@@ -267,6 +267,8 @@ async def test_a_stopped_engine_is_wedged(tmp_path: Path, nats_url: str) -> None
 
 
 async def test_a_hung_call_is_told_then_asked_about_then_wedged(tmp_path: Path, nats_url: str) -> None:
+    """Lease: a receiver that is stuck cannot be interrupted. It is reported as wedged, and the process ends,
+    so that a supervisor replaces it."""
     options = ("--call-timeout-s", "update=0.5", "--health-timeout-s", "1", "--failure-linger-s", "0.2")
     async with serving(tmp_path, nats_url, *options) as one:
         await one.instance.start_weight_update()
@@ -280,6 +282,7 @@ async def test_a_hung_call_is_told_then_asked_about_then_wedged(tmp_path: Path, 
 
 
 async def test_a_long_update_within_its_time_is_left_alone(tmp_path: Path, nats_url: str) -> None:
+    """Probe contract: liveness stays while a declared update takes longer than the engine may be silent."""
     options = ("--health-interval-s", "0.1", "--health-timeout-s", "0.3")
     async with serving(tmp_path, nats_url, *options, engine=("--call-ms", "update_weights=2000")) as one:
         liveness = one.watch("liveness")

@@ -6,6 +6,7 @@ from typing import Any
 from bus import subjects
 from bus.announce import announce, ensure_stream
 from bus.client import Client
+from bus.discovery import Change, ChangeKind, Listener
 from bus.messages import Announcement
 from tests.broker import eventually
 from tests.service.serving import Serving, serving
@@ -46,15 +47,41 @@ async def test_a_paused_instance_applies_it_and_stays_paused(tmp_path: Path, nat
 
 
 async def test_a_late_instance_is_stale_until_it_has_the_last_version(tmp_path: Path, nats_url: str) -> None:
+    """Version gating of joiners: it tells that it is there, and is neither ready nor in discovery until it
+    has committed the version that its component requires."""
     async with Client.connect(nats_url) as client:
         await publish(client, version("v1"))
         await publish(client, version("v2"))
-        async with serving(tmp_path, nats_url) as one:
+        changes: list[Change] = []
+        async with (
+            Listener(client.bus, "default", "backend", changes.append) as listener,
+            serving(tmp_path, nats_url) as one,
+        ):
             await holds(one, "v2")
             before = one.events[: [e.ready for e in one.events].index(True)]
             phases = [e.weight_update.phase for e in before if e.weight_update]
             assert phases[0] == "stale"
             assert {e.weights.version for e in one.events if e.ready} == {"v2"}
+            await eventually(lambda: listener.instances.get("one"))
+            entries = [c.entry.weight_version for c in changes if c.kind is ChangeKind.ROUTABLE and c.entry]
+            assert set(entries) == {"v2"}
+
+
+async def test_newer_means_epoch_and_order_and_never_the_text(tmp_path: Path, nats_url: str) -> None:
+    """Fencing: within an epoch the later announcement counts, of two epochs the higher one. A trainer that
+    starts again takes an epoch, and may go back to weights with an older name."""
+    async with serving(tmp_path, nats_url) as one:
+        await publish(one.client, version("v9"))
+        await holds(one, "v9")
+        await publish(one.client, version("v10"))
+        await holds(one, "v10")
+        await publish(one.client, version("v3", epoch=2))
+        await holds(one, "v3")
+        await publish(one.client, version("v11"))  # of the trainer before
+        async with serving(tmp_path, nats_url, name="two") as two:
+            await holds(two, "v3")
+        await holds(one, "v3")
+        assert not any(event.weights.version == "v11" for event in one.events)
 
 
 async def test_asleep_nothing_wakes_and_the_version_comes_before_readiness(
@@ -118,6 +145,7 @@ async def test_what_is_fenced_or_cannot_be_read_displaces_nothing(tmp_path: Path
 
 
 async def test_an_epoch_outlives_the_instance_that_saw_it(tmp_path: Path, nats_url: str) -> None:
+    """Fencing: an instance that restarted refuses the old trainer, too."""
     async with serving(tmp_path, nats_url) as one:
         await one.instance.pause(epoch=7)
         await one.program.kill()

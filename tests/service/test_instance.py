@@ -218,7 +218,8 @@ async def test_a_broker_that_restarts_costs_nothing_but_the_bus(
 async def test_with_the_broker_away_the_engine_is_paused_all_the_same(
     tmp_path: Path, nats_server: NatsServer
 ) -> None:
-    """The key is put right after the reconnect, before any command runs."""
+    """Subscribe before advertise; unregister before sleep: the engine does not wait for a broker that is
+    away. The key is put right after the reconnect, before any command runs."""
     async with serving(tmp_path, nats_server.url, "--health-interval-s", "0.2") as one:
         await one.simulate(call="now", outcome="pause_out_of_band")
         await nats_server.stop(signal.SIGKILL)

@@ -8,6 +8,7 @@ from tests.service.shell import TIMEOUTS_S, shell
 
 
 async def test_traffic_is_gone_before_the_engine_hears_of_a_pause() -> None:
+    """Subscribe before advertise; unregister before sleep: traffic is gone when the engine hears of it."""
     async with shell() as s:
         s.traffic.seen.clear()
         s.engine.close("pause")
@@ -92,6 +93,7 @@ async def test_a_drain_has_no_limit() -> None:
 
 
 async def test_an_engine_that_does_not_answer_after_a_time_out_is_wedged() -> None:
+    """Probe contract: a declared call excuses the engine's silence for as long as its limit, no longer."""
     async with shell(call_timeouts_s={**TIMEOUTS_S, "pause": 0.02}, health_timeout_s=0.05) as s:
         s.engine.close("pause")
         s.engine.close("ask")
@@ -103,6 +105,7 @@ async def test_an_engine_that_does_not_answer_after_a_time_out_is_wedged() -> No
 
 
 async def test_a_silent_engine_is_found_when_no_call_runs() -> None:
+    """Probe contract: liveness is the service's own loop and an engine that answers."""
     async with shell(health_interval_s=0.01, health_timeout_s=0.05) as s:
         s.engine.close("ask")
         async with asyncio.timeout(5):
@@ -111,6 +114,7 @@ async def test_a_silent_engine_is_found_when_no_call_runs() -> None:
 
 
 async def test_a_long_call_is_never_taken_for_a_hang() -> None:
+    """Probe contract: the engine's silence is excused inside a declared call."""
     async with shell(health_interval_s=0.01, health_timeout_s=0.02) as s:
         await s.do("start_weight_update")
         s.engine.close("update")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from bus.messages import Manifest
-from service.sessions import Received, Sessions, contents, names_sha256, safetensors_header
-from tests.service.shell import Shell, shell
+from service.sessions import Received, Sessions, contents, safetensors_header
+from service.settings import CALL_TIMEOUTS_S
+from tests.service.shell import TIMEOUTS_S, Shell, shell
 
 
 async def until(s: Shell, **wanted: Any) -> None:
@@ -22,25 +23,36 @@ async def until(s: Shell, **wanted: Any) -> None:
 
 
 async def test_a_session_that_runs_out_before_a_chunk_leads_back() -> None:
+    """Lease: it has an owner; if it runs out with nothing loaded, the session is undone and the old version
+    serves again. The event says why."""
     async with shell() as s:
-        session = (await s.do("start_weight_update", {"lease_s": 0.2}))["result"]["session"]
+        started = await s.do("start_weight_update", {"lease_s": 0.2}, issuer="trainer")
+        session = started["result"]["session"]
+        assert s.traffic.picture is not None and s.traffic.picture.weight_update is not None
+        assert s.traffic.picture.weight_update.owner == "trainer"
         await until(s, session=None)
         assert s.life.state.value == "serving"
-        assert s.life.facts.good
+        assert s.life.facts.good and s.life.facts.version == "default"
+        assert s.engine.calls[-3:] == ["finish", "ask", "resume"]  # the undo, checked
+        assert s.causes()[-1] == "lease_expired"
         assert await s.code("update_weights", {"update_info": {}}, session=session) == "lease_expired"
         assert ("state", ("serving", True)) in s.traffic.seen
 
 
 async def test_a_session_that_runs_out_after_a_chunk_is_tainted() -> None:
+    """Lease: if it runs out after a chunk was dispatched, the weights are tainted and nothing resumes."""
     async with shell() as s:
         await s.do("start_weight_update", {"lease_s": 0.2})
         await s.do("update_weights", {"update_info": {}})
         await until(s, session=None)
         assert s.life.facts.bad is not None and s.life.facts.bad.value == "tainted"
         assert s.causes()[-1] == "lease_expired"
+        assert "resume" not in s.engine.calls
+        assert await s.code("resume") == "weights_not_ready"
 
 
 async def test_a_session_whose_trainer_shows_signs_of_life_stays() -> None:
+    """Lease: every command of its session renews it, and so does a `status` that names it."""
     async with shell() as s:
         session = (await s.do("start_weight_update", {"lease_s": 0.4}))["result"]["session"]
         for n in range(6):
@@ -87,6 +99,7 @@ async def test_the_status_of_somebody_else_renews_nothing() -> None:
 
 
 async def test_a_leased_pause_ends_by_itself() -> None:
+    """Lease: a pause can have one, too."""
     async with shell() as s:
         await s.do("pause", {"mode": "keep", "lease_s": 0.15})
         await until(s, stops=())
@@ -114,6 +127,7 @@ async def test_a_pause_without_a_lease_on_top_stays() -> None:
 
 
 async def test_a_trainer_of_a_lower_epoch_is_fenced_off() -> None:
+    """Fencing: a command of an epoch lower than the highest seen is refused, and asking is always allowed."""
     async with shell() as s:
         assert (await s.do("pause", epoch=5))["ok"]
         assert await s.code("resume", epoch=4) == "stale_epoch"
@@ -122,6 +136,7 @@ async def test_a_trainer_of_a_lower_epoch_is_fenced_off() -> None:
 
 
 async def test_a_higher_epoch_ends_the_session_of_a_lower_one() -> None:
+    """Fencing: as if its lease had run out; the session's own trainer is told so."""
     async with shell() as s:
         session = (await s.do("start_weight_update", epoch=1))["result"]["session"]
         await s.do("update_weights", {"update_info": {}}, session=session, epoch=1)
@@ -144,39 +159,125 @@ async def test_an_epoch_seen_elsewhere_fences_here_too() -> None:
         assert await s.code("pause", epoch=8) == "stale_epoch"
 
 
+NAMES_OF_ABC = "e6a510b98b08c7b83d4cc5ce989d8142961edfb05347b6c130a551ae7a42707c"
+"""printf 'a\\nb\\nç' | sha256sum"""
+
+
 async def test_a_finish_must_cover_the_manifest() -> None:
+    """Update session: what was received is held against the manifest before the engine's finish is called."""
     async with shell() as s:
-        names = ["a", "b", "c"]
-        manifest = {"parameters": 3, "names_sha256": names_sha256(names), "chunks": 2}
+        manifest = {"parameters": 3, "names_sha256": NAMES_OF_ABC, "chunks": 2}
         await s.do("start_weight_update", {"manifest": manifest})
-        await s.do("update_weights", {"update_info": {"names": ["a", "b"]}})
+        await s.do("update_weights", {"update_info": {"names": ["ç", "b"]}})
         reply = await s.do("finish_weight_update")
         assert reply["error"]["code"] == "incomplete_weight_update"
         assert "1 of 2 chunks" in reply["error"]["message"]
         assert "finish" not in s.engine.calls
-        await s.do("update_weights", {"update_info": {"names": ["c"]}})
+        await s.do("update_weights", {"update_info": {"names": ["b", "a"]}})
         assert (await s.do("finish_weight_update"))["result"]["chunks"] == 2
 
 
-async def test_a_trainer_may_give_its_own_budgets() -> None:
-    async with shell(health_timeout_s=0.2) as s:
-        await s.do("start_weight_update", {"chunk_s": 0.05})
-        s.engine.close("update")
-        reply = await s.do("update_weights", {"update_info": {}})
-        assert reply["error"]["code"] == "engine_timeout"
-        assert "0.05 s" in reply["error"]["message"]
+PHASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "init": ("init_weight_transfer", {"init_info": {}}),
+    "start": ("start_weight_update", {}),
+    "update": ("update_weights", {"update_info": {}}),
+    "finish": ("finish_weight_update", {}),
+}
+BUDGETS = {"init": "init_s", "start": "start_s", "update": "chunk_s", "finish": "finish_s"}
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given by the trainer", "the default"])
+@pytest.mark.parametrize("slow", PHASES)
+async def test_each_phase_has_a_budget_of_its_own(slow: str, given: bool) -> None:
+    """Budgets per phase: init, start, each chunk and the finish have limits given by the trainer; without
+    them the instance's own. The others are left at more than the test has time for."""
+    long_s, short_s = 600.0, 0.05
+    own = {**TIMEOUTS_S, **dict.fromkeys(PHASES, long_s)}
+    budgets = {name: long_s for phase, name in BUDGETS.items() if phase != slow}
+    if given:
+        budgets[BUDGETS[slow]] = short_s
+    else:
+        own[slow] = short_s
+    async with shell(health_timeout_s=0.2, call_timeouts_s=own) as s:
+        for phase, (verb, args) in PHASES.items():
+            mine: dict[str, float | None] = {
+                "init": {"init_s": budgets.get("init_s")},
+                "start": {name: budgets.get(name) for name in ("start_s", "chunk_s", "finish_s")},
+            }.get(phase, {})
+            args = {**args, **{name: limit_s for name, limit_s in mine.items() if limit_s is not None}}
+            if phase == slow:
+                s.engine.close(phase)
+                error = (await s.do(verb, args))["error"]
+                assert error["code"] == "engine_timeout" and "within 0.05 s" in error["message"]
+                return
+            assert (await s.do(verb, args))["ok"]
+
+
+def test_the_budgets_of_an_instance() -> None:
+    """Budgets per phase: small for a pause, large for a chunk."""
+    expected = {"pause": 60, "resume": 60, "start": 60, "init": 120, "finish": 300, "update": 600}
+    assert {verb: CALL_TIMEOUTS_S[verb] for verb in expected} == expected
 
 
 async def test_a_long_chunk_is_reported() -> None:
+    """Budgets per phase: whoever waits sees that it goes on, at most twice a second."""
     async with shell() as s:
         await s.do("start_weight_update")
         s.engine.close("update")
+        started_s = time.monotonic()
         reply_to = s.send("update_weights", {"update_info": {}})
-        async with asyncio.timeout(10):
-            while ("progress", True) not in s.traffic.seen:
+        async with asyncio.timeout(20):
+            while s.traffic.seen.count(("progress", True)) < 3:
                 await asyncio.sleep(0.01)
+        assert time.monotonic() - started_s >= 3 * 0.5
         s.engine.open("update")
         assert (await s.reply(reply_to))["ok"]
+        reported = s.traffic.seen.count(("progress", True))
+        await asyncio.sleep(0.7)
+        assert s.traffic.seen.count(("progress", True)) == reported
+
+
+@pytest.mark.parametrize(
+    ("args", "after"),
+    [({}, ["finish", "version", "caches", "resume"]), ({"cache": "keep"}, ["finish", "version", "resume"])],
+)
+async def test_a_finish_says_what_becomes_of_the_caches(args: dict[str, str], after: list[str]) -> None:
+    """Explicit cache policy: cleared before anything is scheduled, kept only if the trainer says so."""
+    async with shell() as s:
+        await s.do("start_weight_update")
+        await s.do("update_weights", {"update_info": {}})
+        assert await s.code("finish_weight_update", {"cache": "salted"}) == "invalid_argument"
+        s.engine.calls.clear()
+        assert (await s.do("finish_weight_update", args))["ok"]
+        assert s.engine.calls == after
+
+
+@pytest.mark.parametrize(
+    ("chunks", "finish"),
+    [
+        ([{"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}], {}),
+        ([{"path": "/checkpoints/v2"}], {}),
+        ([[{"ipc_handles": "rank 0"}, {"ipc_handles": "rank 1"}]], {}),
+        ([], {"allow_empty": True}),
+    ],
+    ids=["tensors", "a disk", "one for each rank", "past us, by collective_rpc"],
+)
+async def test_the_bracket_is_the_same_whatever_carries_the_weights(
+    chunks: list[Any], finish: dict[str, Any]
+) -> None:
+    """Bracket, do not own, the transfer: begin and commit work for each of them, and keep traffic away in
+    between. What goes past the instance is declared."""
+    async with shell() as s:
+        await s.do("start_weight_update")
+        assert not s.engine.scheduling
+        for chunk in chunks:
+            assert (await s.do("update_weights", {"update_info": chunk}))["ok"]
+        if not chunks:
+            assert await s.code("finish_weight_update", {"weight_version": "v2"}) == "empty_weight_update"
+        assert ("routable", "v2") not in s.traffic.seen
+        reply = await s.do("finish_weight_update", {"weight_version": "v2", **finish})
+        assert reply["result"] == {"committed": True, "version": "v2", "chunks": len(chunks)}
+        assert s.engine.scheduling and ("routable", "v2") in s.traffic.seen
 
 
 def safetensors(file: Path, tensors: dict[str, int], cut: int = 0) -> Path:
@@ -212,6 +313,27 @@ def test_what_cannot_be_told_does_not_count() -> None:
     received = Received()
     received.add({"handles": 1})
     assert "do not say" in (received.missing_from(Manifest(parameters=1)) or "")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "missing"),
+    [
+        (Manifest(parameters=3), None),
+        (Manifest(parameters=3, names_sha256=NAMES_OF_ABC, chunks=3), None),
+        (Manifest(parameters=3, names_sha256=NAMES_OF_ABC.upper()), None),
+        (Manifest(parameters=4), "3 of 4 parameters"),
+        (Manifest(parameters=2), "3 of 2 parameters"),
+        (Manifest(parameters=3, chunks=2), "3 of 2 chunks"),
+        (Manifest(parameters=3, names_sha256="0" * 64), "names of the parameters"),
+    ],
+)
+def test_names_count_once_and_in_any_order(manifest: Manifest, missing: str | None) -> None:
+    """Update session: the checksum is of the distinct names, sorted, joined by newlines, in UTF-8."""
+    received = Received()
+    for names in (["ç"], ["b"], ["a", "b"]):
+        received.add({"names": names})
+    said = received.missing_from(manifest)
+    assert said is None if missing is None else missing in (said or "")
 
 
 def test_the_pause_of_a_session_lives_as_long_as_the_session() -> None:
