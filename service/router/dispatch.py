@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import aiohttp
 import msgspec
@@ -18,6 +19,8 @@ from service.router.upstream import Failure, Upstream
 log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
+ABORT_PATHS = ("/abort_requests", "/inference/v1/abort_requests")
+"""vLLM has the one in its development mode and with --tokens-only, the other with --enable-scale-out."""
 SHOWN_REASONS = 10
 """Of a fleet of hundreds a client needs no list."""
 
@@ -26,6 +29,22 @@ Admits = Callable[[Group], bool]
 
 class NoInstance(Exception):
     """No instance may be sent the request, and none came in the time there was."""
+
+
+@dataclass(frozen=True)
+class KeptKV:
+    """A KV cache that a prefill instance keeps until it is fetched.
+
+    Attributes:
+        request_ids: as the instance may call the request.
+        fetch: what a decode instance is asked on `path` so that it fetches the cache; None where that
+            cannot be: it is not known where it is, or somebody may have fetched it.
+    """
+
+    member: Member
+    path: str
+    request_ids: tuple[str, ...]
+    fetch: bytes | None = None
 
 
 class Dispatch:
@@ -120,9 +139,9 @@ class Dispatch:
         booking.release()
         self.metrics.attempt(booking.member.role, outcome.value)
 
-    def release_kv(self, member: Member, request_ids: Collection[str], headers: Mapping[str, str]) -> None:
-        """Tell a prefill instance that nobody will fetch what it keeps, in the background."""
-        task = asyncio.create_task(self._release_kv(member, list(request_ids), headers))
+    def release(self, kept: "KeptKV", headers: Mapping[str, str]) -> None:
+        """See to it, in the background, that a KV cache that nobody will fetch is not kept."""
+        task = asyncio.create_task(self._release(kept, headers))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -130,15 +149,39 @@ class Dispatch:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=RELEASE_TIMEOUT_S)
 
-    async def _release_kv(self, member: Member, request_ids: list[str], headers: Mapping[str, str]) -> None:
-        body = msgspec.json.encode({"request_ids": request_ids})
+    async def _release(self, kept: "KeptKV", headers: Mapping[str, str]) -> None:
+        for step in (self._fetch, self._abort):
+            try:
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                    await step(kept, headers)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                log.info("%s may keep a KV cache until its lease ends: %r", kept.member.name, error)
+
+    async def _fetch(self, kept: "KeptKV", headers: Mapping[str, str]) -> None:
+        """vLLM keeps the cache of a request that has ended, whatever is aborted: only a decode instance that
+        fetches it sets it free. What that makes of it nobody reads."""
+        version = kept.member.group.version
+        if kept.fetch is None:
+            return
+        booking = self.pool(Role.DECODE).pick(1, lambda group: not version or group.version in ("", version))
+        if booking is None:
+            return
         try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                url = f"{member.url}/abort_requests"
-                async with self.upstream.session.post(url, data=body, headers=headers) as response:
-                    await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.info("%s keeps a KV cache until its lease ends: %r", member.name, error)
+            await self._post(booking.member, kept.path, kept.fetch, headers)
+        finally:
+            booking.release()
+
+    async def _abort(self, kept: "KeptKV", headers: Mapping[str, str]) -> None:
+        body = msgspec.json.encode({"request_ids": kept.request_ids})
+        for path in ABORT_PATHS:
+            if await self._post(kept.member, path, body, headers) not in (404, 405):
+                return
+
+    async def _post(self, member: Member, path: str, body: bytes, headers: Mapping[str, str]) -> int:
+        url = f"{member.url}{path}"
+        async with self.upstream.session.post(url, data=body, headers=headers) as response:
+            await response.read()
+            return response.status
 
     def _someone_came(self) -> None:
         for news in self._waiting:

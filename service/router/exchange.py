@@ -3,14 +3,14 @@
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from aiohttp import web
 
 from service.router import orders, sse
 from service.router.breaker import Outcome
-from service.router.dispatch import Admits, Dispatch, NoInstance
+from service.router.dispatch import Admits, Dispatch, KeptKV, NoInstance
 from service.router.orders import Body, Order
 from service.router.pool import Booking, Group, Loss, Member, Role
 from service.router.relay import Continuable, End, Relay, cut
@@ -72,14 +72,6 @@ class Leg:
         self._version = self.booking.member.group.version
 
 
-@dataclass(frozen=True)
-class _Pinned:
-    """A KV cache that a prefill instance keeps until it is fetched."""
-
-    member: Member
-    request_ids: tuple[str, ...]
-
-
 class Exchange:
     """One request.
 
@@ -104,7 +96,7 @@ class Exchange:
         self._last: Failure | None = None
         self._bookings: list[Booking] = []
         self._streams: list[Stream] = []
-        self._pinned: _Pinned | None = None
+        self._kept: KeptKV | None = None
         self._migrations = 0
         self._stopped = False
         self._until_s = time.monotonic() + dispatch.settings.wait_s
@@ -172,14 +164,14 @@ class Exchange:
                 booking, answer = await self._attempt(
                     Role.DECODE, raw, self._admits(Role.DECODE, version), one_use=kv is not None
                 )
-            except Failure:  # it may have fetched the KV cache, and nobody else can then
+            except Failure:
                 self._let_go()
                 self._round += 1
                 continue
             finally:
                 if prefill is not None:
                     prefill.release()
-            self._pinned = None
+            self._kept = None
             return Leg(booking, answer, prefill.member if prefill is not None else None)
 
     async def _prefill(self, body: Body, only_version: str | None) -> tuple[Booking, object] | Leg:
@@ -195,13 +187,10 @@ class Exchange:
         raw = msgspec.json.encode(orders.for_prefill(body))
         booking, answer = await self._attempt(Role.PREFILL, raw, admits)
         if not isinstance(answer, Whole) or answer.status != 200:
-            self._pinned = None
+            self._kept = None
             return Leg(booking, answer)
         kv = _kv_of(answer)
-        if kv is None:
-            self._pinned = None  # it keeps nothing
-        elif isinstance(kv, dict) and isinstance(remote_id := kv.get("remote_request_id"), str):
-            self._pinned = _Pinned(booking.member, (remote_id, *self._engine_ids()))
+        self._kept = None if kv is None else self._keeping(booking.member, body, kv)
         booking.report(Outcome.GOOD)
         self._dispatch.metrics.attempt(Role.PREFILL, Outcome.GOOD.value)
         booking.grow(-(1 - KV_SHARE) * self._order.prompt_tokens)
@@ -231,7 +220,7 @@ class Exchange:
                 raise self._gave_up(503, "no_instance", str(none)) from None
             self._bookings.append(booking)
             if role is Role.PREFILL:
-                self._pinned = _Pinned(booking.member, self._engine_ids())
+                self._kept = self._keeping(booking.member)
             started_s = time.monotonic()
             try:
                 leaves = dispatch.leaves(booking, admits, self._failed)
@@ -240,6 +229,9 @@ class Exchange:
                 self._note(booking, started_s, failure.told)
                 dispatch.failed(booking, failure)
                 self._learn(booking, failure, most)
+                if failure.reached and self._kept is not None:
+                    # It may have fetched the KV cache; nobody else can then.
+                    self._kept = replace(self._kept, fetch=None)
                 if role is Role.PREFILL and failure.reached:
                     self._let_go()
                 if one_use and failure.reached:
@@ -389,11 +381,21 @@ class Exchange:
             return admits
         return lambda group: admits(group) and _alike(group.version, only_version)
 
+    def _keeping(self, member: Member, body: Body | None = None, kv: object = None) -> KeptKV:
+        """What a prefill instance keeps for this request, as far as is known."""
+        ids, fetch = self._engine_ids(), None
+        if body is not None and kv is not None:
+            fetch = msgspec.json.encode(orders.for_fetch(body, kv))
+            if isinstance(kv, dict) and isinstance(remote_id := kv.get("remote_request_id"), str):
+                ids = (remote_id, *ids)
+        return KeptKV(member, self._order.path, ids, fetch)
+
     def _let_go(self) -> None:
         """Nobody will fetch the KV cache that may be kept for this request."""
-        pinned, self._pinned = self._pinned, None
-        if pinned is not None:
-            self._dispatch.release_kv(pinned.member, pinned.request_ids, self._headers)
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            headers = {**self._headers, "X-Request-Id": self._hop_id()}
+            self._dispatch.release(kept, headers)
 
     def _hop_id(self) -> str:
         """Both hops of a pair have the same; a later pair another one, since the first may still be known."""

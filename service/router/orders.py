@@ -147,6 +147,15 @@ def for_decode(body: Body, kv_transfer_params: Any) -> Body:
     return {**body, "kv_transfer_params": kv_transfer_params}
 
 
+def for_fetch(body: Body, kv_transfer_params: Any) -> Body:
+    """What a decode instance is asked for no other reason than that it fetches the KV cache."""
+    made = {name: value for name, value in body.items() if name not in ("stream_options", "min_tokens")}
+    made |= {"stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in made:
+        made["max_completion_tokens"] = 1
+    return for_decode(made, kv_transfer_params)
+
+
 @dataclass
 class Delivered:
     """What a client has of a stream.
