@@ -13,7 +13,6 @@ from service.router.pool import Loss, Member, Role
 from service.router.settings import Static
 from service.router.versions import Versions
 
-
 NAMES: dict[str, Any] = {"namespace": "default", "component": "backend", "instance": "a", "model": "m"}
 
 
