@@ -98,7 +98,7 @@ class Dispatch:
         while (booking := pool.pick(load, admits, without)) is None:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or self._no_waiting:
-                raise NoInstance(self._why_none(pool, admits, without))
+                raise NoInstance(self.why_none(pool, admits, without))
             news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.add(news)
             try:
@@ -188,7 +188,8 @@ class Dispatch:
             if not news.done():
                 news.set_result(None)
 
-    def _why_none(self, pool: Pool, admits: Admits, without: Collection[Member]) -> str:
+    def why_none(self, pool: Pool, admits: Admits, without: Collection[Member] = ()) -> str:
+        """Why nobody of a role can be picked, for the client."""
         reasons = []
         for member in pool:
             if member in without:

@@ -35,6 +35,7 @@ NOT_UPSTREAM = HOP_BY_HOP | {"host", "content-length", "accept-encoding", "expec
 NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
 
 
+NO_INSTANCE = "no_instance"
 SHUTTING_DOWN = {"code": "shutting_down", "message": "the router shuts down"}
 
 
@@ -185,7 +186,12 @@ class Exchange:
             )
 
         raw = msgspec.json.encode(orders.for_prefill(body))
-        booking, answer = await self._attempt(Role.PREFILL, raw, admits)
+        try:
+            booking, answer = await self._attempt(Role.PREFILL, raw, admits)
+        except GaveUp as reason:
+            if reason.code == NO_INSTANCE and pool.least(decodes) is None:
+                raise self._gave_up(503, NO_INSTANCE, self._dispatch.why_none(pool, decodes)) from None
+            raise
         if not isinstance(answer, Whole) or answer.status != 200:
             self._kept = None
             return Leg(booking, answer)
@@ -217,7 +223,7 @@ class Exchange:
                     role, self._order.prompt_tokens, admits, self._failed, self._until_s
                 )
             except NoInstance as none:
-                raise self._gave_up(503, "no_instance", str(none)) from None
+                raise self._gave_up(503, NO_INSTANCE, str(none)) from None
             self._bookings.append(booking)
             if role is Role.PREFILL:
                 self._kept = self._keeping(booking.member)
@@ -260,7 +266,7 @@ class Exchange:
         if last is not None and last.outcome is not Outcome.UNKNOWN:
             if last.response is not None:
                 return GaveUp(last.response.status, code, message, last.response)
-            message = f"{message}; last failure: {last}" if code == "no_instance" else message
+            message = f"{message}; last failure: {last}" if code == NO_INSTANCE else message
         return GaveUp(status, code, message)
 
     # The answer

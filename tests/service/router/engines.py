@@ -266,11 +266,11 @@ class Routing:
     async def until(self, condition: Callable[[], object]) -> None:
         await eventually(condition)
 
-    async def complete(self, **body: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+    async def complete(self, **body: Any) -> tuple[int, dict[str, Any], Mapping[str, str]]:
         """Status, answer and headers of a completion that is not streamed."""
         body = {"prompt": "p", "max_tokens": TOKENS, **body}
         async with self.http.post("/v1/completions", json=body) as response:
-            return response.status, await response.json(content_type=None), dict(response.headers)
+            return response.status, await response.json(content_type=None), response.headers
 
     async def stream(self, path: str = "/v1/completions", **body: Any) -> "Streamed":
         body = {"stream": True, "max_tokens": TOKENS, **body}
@@ -279,7 +279,7 @@ class Routing:
         else:
             body.setdefault("messages", [{"role": "user", "content": "p"}])
         async with self.http.post(path, json=body) as response:
-            return Streamed(response.status, dict(response.headers), await response.read())
+            return Streamed(response.status, response.headers, await response.read())
 
     def idle(self) -> bool:
         """Whether nothing is booked, and nothing is in flight."""
@@ -294,7 +294,7 @@ class Streamed:
     """A streamed answer as its client got it."""
 
     status: int
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes
 
     @property
