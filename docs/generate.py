@@ -26,6 +26,8 @@ from service.engine.rpc import control_pb2
 from service.front_desk import FrontDesk
 from service.http_verbs import HttpVerbs
 from service.metrics import Metrics
+from service.router.metrics import Metrics as RouterMetrics
+from service.router.settings import ROUTER_OPTIONS
 from statemachine import health, table
 from statemachine.facts import Situation
 from statemachine.states import Phase, State
@@ -463,8 +465,20 @@ def stages() -> str:
     )
 
 
+def router_options() -> str:
+    return _options(ROUTER_OPTIONS)
+
+
 def metrics() -> str:
-    families = text_string_to_metric_families(Metrics().text().decode())
+    return _metrics(Metrics().text())
+
+
+def router_metrics() -> str:
+    return _metrics(RouterMetrics(lambda: ()).text())
+
+
+def _metrics(text: bytes) -> str:
+    families = text_string_to_metric_families(text.decode())
     shown = [f for f in families if not f.name.endswith("_created")]
     return rows(
         ("metric", "type", "meaning"),
@@ -508,6 +522,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "client-options": client_options,
     "stages": stages,
     "metrics": metrics,
+    "router-options": router_options,
+    "router-metrics": router_metrics,
     "simulated-calls": simulated_calls,
 }
 

@@ -90,6 +90,10 @@ class Fleet:
             self._spare = await self._start("b", client)
         return self._spare
 
+    async def another(self) -> Served:
+        """One more of the shared one's component, on the same weights; who asks for it ends it."""
+        return await self._start("a", self._client)
+
     async def doomed(self) -> Served:
         """One that serves, and that nobody asks for any more."""
         for served in (self._spare, self._shared):
