@@ -38,6 +38,9 @@ PROGRESS_S = 0.5
 LEASE_TICK_S, IDLE_TICK_S = 0.1, 0.5
 """How exactly the end of a lease is noticed, and how often one is looked for while there is none."""
 
+TIMER_EARLY_S = 0.01
+"""uvloop's timers count milliseconds from a clock that was read before: they may end early."""
+
 GATE_LIMIT_S = 1.0
 """An order to the host's admission gate takes well under a millisecond; a host that does not take
 it in this time hangs, which the health question finds, and must not hold up everybody else."""
@@ -384,7 +387,7 @@ class Runner:
                 silent_since = silent_since or asked
                 if life.generation != generation or life.busy:
                     silent_since = None  # a command started in between; its own limit holds
-                elif time.monotonic() - silent_since >= self._health_timeout_s:
+                elif time.monotonic() - silent_since >= self._health_timeout_s - TIMER_EARLY_S:
                     log.error("the engine did not answer for %g s: %r", self._health_timeout_s, error)
                     self.post(ev.EngineUnresponsive("wedged"))
                     return
