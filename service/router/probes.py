@@ -28,6 +28,7 @@ FIRST_S = 1.0
 MODELS_S = 60.0
 """How often an instance is asked for its models; adapters come and go."""
 AT_ONCE = 64
+NO_ANSWER = 599
 NOT_READY = "its readiness is NOT_SERVING"
 
 
@@ -67,6 +68,10 @@ class Prober:
         """Ask this one after a while, if not before."""
         self._due[member] = min(self._due.get(member, float("inf")), time.monotonic() + delay_s)
 
+    async def first(self) -> None:
+        """Probe those of which nothing else is known, once."""
+        await asyncio.gather(*(self._probe(one) for one in self._membership if one.unready == NOT_PROBED))
+
     async def run(self) -> None:
         """Probe until cancelled."""
         try:
@@ -89,8 +94,8 @@ class Prober:
                 await channel.close(None)
 
     def _first_delay_s(self, member: Member) -> float:
-        """Many that come at once are not probed at once, unless nothing else is known of them."""
-        return 0.0 if member.grpc is None else random.uniform(0, min(1.0, self._settings.probe_interval_s))
+        """Many that come at once are not probed at once."""
+        return random.uniform(0, self._interval_s(member))
 
     def _interval_s(self, member: Member) -> float:
         interval_s = self._settings.probe_interval_s
@@ -138,26 +143,27 @@ class Prober:
             log.info("%s: probe %s: %s", member.name, "good" if good else "failed", member.reason or "in use")
 
     async def _healthy(self, member: Member) -> bool:
-        return await self._get(member, "/health") is not None
+        # What has no such page is there all the same.
+        return (await self._get(member, "/health"))[0] < 500
 
     async def _learn_models(self, member: Member) -> None:
-        body = await self._get(member, "/v1/models")
-        cards = _cards(body)
+        status, body = await self._get(member, "/v1/models")
+        cards = _cards(body) if status == 200 else []
         if cards:
             self._models_due[member] = time.monotonic() + MODELS_S
             self._membership.learned(member, cards)
 
-    async def _get(self, member: Member, path: str) -> bytes | None:
+    async def _get(self, member: Member, path: str) -> tuple[int, bytes]:
+        """Status and body; `NO_ANSWER` for the status if there was none."""
         headers = {"Authorization": f"Bearer {self._upstream.key}"} if self._upstream.key else {}
         try:
             async with (
                 asyncio.timeout(self._settings.probe_timeout_s),
                 self._upstream.session.get(member.url + path, headers=headers) as response,
             ):
-                body = await response.read()
-                return body if response.status == 200 else None
+                return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError):
-            return None
+            return NO_ANSWER, b""
 
     async def _readiness(self, member: Member) -> _Readiness:
         if member.grpc is None:
@@ -177,9 +183,9 @@ class Prober:
         return _Readiness.READY if serving else _Readiness.NOT_READY
 
 
-def _cards(body: bytes | None) -> list[dict[str, Any]]:
+def _cards(body: bytes) -> list[dict[str, Any]]:
     try:
-        found = msgspec.json.decode(body or b"{}")
+        found = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return []
     data = found.get("data") if isinstance(found, dict) else None

@@ -129,6 +129,14 @@ class Router:
         self._address = str(address)
         self._resources.register("connections to instances", self._upstream.close)
         self._resources.register("releases", self.dispatch.close)
+        if self._settings.static and self._settings.nats is None:
+            self._in_background("search for the broker", self._keep_connecting())
+        else:
+            await self._connect_or_go_on()
+        await self._prober.first()
+        self._in_background("probes", self._prober.run())
+
+    async def _connect_or_go_on(self) -> None:
         try:
             await self._connect()
         except BusError as error:
@@ -136,7 +144,6 @@ class Router:
                 raise
             log.warning("%s; until there is one, only --static instances are used", error)
             self._in_background("search for the broker", self._keep_connecting())
-        self._in_background("probes", self._prober.run())
 
     async def end(self, signals: Signals) -> None:
         """Take no more requests, let those in flight finish, and say so."""
@@ -208,6 +215,7 @@ class Router:
         self.dispatch.membership.versions.started()
 
     async def _keep_connecting(self) -> None:
+        """There may never be one: static instances do without."""
         while True:
             with contextlib.suppress(BusError):
                 await self._connect()
