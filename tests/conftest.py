@@ -7,16 +7,44 @@ async def test_y(start_nats): server = await start_nats(config="...")
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.broker import NatsServer
+from tests.measured import measured
 
 # The same stories in every run: what a random one would find is found by raising max_examples, not
 # by somebody whose change has nothing to do with it.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` has two workers. Tests on real engines stay together in one of them: they share instances,
+    and one engine at a time is enough for two cores."""
+    for item in items:
+        if item.get_closest_marker("real"):
+            item.add_marker(pytest.mark.xdist_group("real"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["measured"] = measured
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    measured.update(getattr(node, "workeroutput", {}).get("measured", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if measured:
+        terminalreporter.section("measured")
+        for what, how_much in measured.items():
+            terminalreporter.line(f"{what}: {how_much}")
+
 
 StartNats = Callable[..., Awaitable[NatsServer]]
 

@@ -16,14 +16,7 @@ import pytest_asyncio
 from bus.client import Client
 from service.engine.tiny_model import write_tiny_model
 from tests.broker import NatsServer
-from tests.integration.served import Served, measured
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if measured:
-        terminalreporter.section("measured on real vLLM")
-        for what, how_much in measured.items():
-            terminalreporter.line(f"{what}: {how_much}")
+from tests.integration.served import Served
 
 
 @pytest.fixture(scope="session", autouse=True)

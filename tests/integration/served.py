@@ -21,6 +21,7 @@ from service.engine.tiny_model import ENGINE_ARGS
 from service.options import Address
 from service.probe import NEW_CONNECTION, probe
 from tests.broker import eventually
+from tests.measured import measured
 from tests.program import Program, assert_in_time, title
 
 REAL = [
@@ -48,9 +49,6 @@ LONG = 1500
 
 PROMPT = "It was a dark and stormy night"
 PROMPTS = (PROMPT, "Jello", "The capital of France is")
-
-measured: dict[str, str] = {}
-"""Told at the end of the run."""
 
 
 def measure(what: str, took_s: float, limit_s: float | None = None) -> None:

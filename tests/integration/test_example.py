@@ -14,7 +14,8 @@ from bus.weight_sync import NATSWeightSyncClient
 from tests.broker import NatsServer, free_port
 from tests.integration import gloo
 from tests.integration.conftest import Fleet
-from tests.integration.served import ALL_UP, REAL, Served, measured, phase
+from tests.integration.served import ALL_UP, REAL, Served, phase
+from tests.measured import measured
 from tests.program import ROOT
 
 pytestmark = REAL

