@@ -31,7 +31,12 @@ HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "trailers", "transfer
     "proxy-authorization",
     "proxy-connection",
 }
-NOT_UPSTREAM = HOP_BY_HOP | {"host", "content-length", "accept-encoding", "expect", "x-request-id"}
+# The body is passed on unpacked, and what comes back has to be readable here.
+NOT_UPSTREAM = (
+    HOP_BY_HOP
+    | {"host", "content-length", "content-encoding", "accept-encoding", "expect"}
+    | {"x-request-id"}
+)
 NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
 
 
@@ -296,8 +301,8 @@ class Exchange:
             if end.error is None:
                 await downstream.write_eof()
                 self.status = "200"
-                await stream.finish()
                 self._dispatch.succeeded(leg.booking, end.outcome)
+                await stream.finish()
                 return downstream
             stream.close()
             if self._stopped:

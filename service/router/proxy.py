@@ -108,6 +108,9 @@ class Proxy:
             return response
         if len(self._in_flight) >= self._dispatch.settings.max_requests:
             return error_response(429, "busy", f"{len(self._in_flight)} requests are in flight")
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            # As aiohttp's applications do; without it curl waits for a second before it sends a large body.
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         task = request.task
         self._in_flight[task] = None
         self._dispatch.metrics.in_flight(len(self._in_flight))

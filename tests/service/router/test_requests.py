@@ -143,6 +143,7 @@ async def test_the_trial_of_one_that_is_still_sick_costs_no_client_anything() ->
         assert len(bad.asked) <= MOST_TRIALS
 
 
+SOON = aiohttp.ClientTimeout(10)
 MOST_TRIALS = 4 + 1 + 1.5 / 0.2
 
 
@@ -306,6 +307,17 @@ async def test_another_path_that_breaks_is_broken_for_the_client_too() -> None:
             events = (await response.read()).strip().split(b"\n\n")
         assert events[0] == b"data: 1" and json.loads(events[-1][6:])["error"]["code"] == "stream_cut"
         assert router.idle()
+
+
+async def test_a_body_may_be_announced_and_packed() -> None:
+    """As curl announces a large one, and waits for a word."""
+    async with engines(1) as (engine,), routing([engine]) as router:
+        body = {"prompt": "p" * 2000, "max_tokens": 1}
+        async with router.http.post("/v1/completions", json=body, expect100=True, timeout=SOON) as response:
+            assert response.status == 200
+        async with router.http.post("/v1/completions", json=body, compress="gzip") as response:
+            assert response.status == 200
+        assert engine.bodies() == [body, body]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]"])
