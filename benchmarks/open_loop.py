@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 PATH = "/v1/completions"
-CLIENT_TIMEOUT_S = 30.0
+CLIENT_TIMEOUT_S = 60.0
 
 
 class Outcome(StrEnum):
@@ -54,17 +54,22 @@ class Answer:
     def took_s(self) -> float:
         return (self.ended_s or time.monotonic()) - self.sent_s
 
-    def in_flight_at(self, at_s: float) -> bool:
-        """Whether its answer had begun and not ended then."""
-        begun = self.head_s is not None and self.head_s <= at_s
-        return begun and (self.ended_s is None or self.ended_s > at_s)
+    def in_flight_between(self, from_s: float, to_s: float) -> bool:
+        """Whether there is a time between these when its answer had begun and not ended."""
+        begun = self.head_s is not None and self.head_s <= to_s
+        return begun and (self.ended_s is None or self.ended_s > from_s)
 
     def uses(self, name: str) -> bool:
         return name in (self.instance, self.prefill)
 
 
 class OpenLoop:
-    """Sends completions at a fixed rate, whatever becomes of them."""
+    """Sends completions at a fixed rate, whatever becomes of them.
+
+    Attributes:
+        late_s: by how much a request was sent later than it should have been, at most; more than a few
+            milliseconds say that the machine had no time for us, nor perhaps for others.
+    """
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class OpenLoop:
         prompt_words: int = 40,
     ) -> None:
         self.answers: list[Answer] = []
+        self.late_s = 0.0
         self._url, self._rate, self._tokens, self._streamed = url + PATH, rate, tokens, streamed
         self._prompt = " ".join(["word"] * prompt_words)
         self._whole = text_of(tokens)
@@ -105,7 +111,9 @@ class OpenLoop:
     async def _send_all(self, http: aiohttp.ClientSession, tasks: set["asyncio.Task[None]"]) -> None:
         begin_s = time.monotonic()
         for number in itertools.count():
-            await asyncio.sleep(begin_s + number / self._rate - time.monotonic())
+            due_s = begin_s + number / self._rate
+            await asyncio.sleep(due_s - time.monotonic())
+            self.late_s = max(self.late_s, time.monotonic() - due_s)
             answer = Answer(time.monotonic(), self._streamed == "all" or number % 2 == 0)
             self.answers.append(answer)
             task = asyncio.create_task(self._one(http, answer))
@@ -181,52 +189,62 @@ class Phase(StrEnum):
     BEFORE = "at once after its request"
     PREFILL = "during the prefill"
     AFTER = "about when the prefill ends"
+    """Before and after the answer to it has reached the router."""
     STREAM = "in the middle of the answer"
 
 
-async def leave(
-    url: str, phase: Phase, share: float, prefill_s: float, prompt_words: int, stream: bool, reset: bool
-) -> None:
-    """Send a request and break the connection.
+@dataclass(frozen=True)
+class Leaver:
+    """A client that leaves, in some way of its own.
 
-    Args:
-        share: from 0 to 1: how far into the phase.
-        prefill_s: how long the prefill takes.
-        reset: end the connection without a goodbye.
+    Attributes:
+        share: from 0 to 1: how far into its phase.
+        reset: it ends the connection without a goodbye.
     """
-    parts = urlsplit(url)
-    prompt = " ".join(["word"] * prompt_words)
-    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 50, "stream": stream}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    try:
-        match phase:
-            case Phase.SENDING:
-                writer.write(request[: int(share * len(request))])
-            case Phase.BEFORE:
-                writer.write(request)
-            case Phase.PREFILL:
-                writer.write(request)
-                await asyncio.sleep(share * prefill_s)
-            case Phase.AFTER:
-                writer.write(request)
-                await asyncio.sleep(prefill_s * (0.9 + 0.4 * share))
-            case Phase.STREAM:
-                writer.write(request)
-                await _read(reader, 1 + int(share * 40) if stream else 0, prefill_s * (1 + share))
-        with contextlib.suppress(ConnectionError):
-            await writer.drain()
-    finally:
-        if reset:
-            writer.transport.abort()
-        else:
-            writer.close()
 
+    phase: Phase
+    share: float
+    stream: bool
+    reset: bool
 
-async def _read(reader: asyncio.StreamReader, events: int, else_wait_s: float) -> None:
-    if not events:
-        await asyncio.sleep(else_wait_s)
-    seen = 0
-    while seen < events and (data := await reader.read(65536)):
-        seen += data.count(b"data:")
+    async def run(self, url: str, first_token_s: float, prompt_words: int, tokens: int = 50) -> float | None:
+        """Send a request and break the connection.
+
+        Args:
+            first_token_s: how long the first token usually takes.
+
+        Returns:
+            How long the answer took to begin, if that was waited for.
+        """
+        parts = urlsplit(url)
+        prompt = " ".join(["word"] * prompt_words)
+        order = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": self.stream}
+        body = json.dumps(order).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        if self.phase is Phase.SENDING:
+            request = request[: int(self.share * len(request))]
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        sent_s, begun_s = time.monotonic(), None
+        try:
+            writer.write(request)
+            match self.phase:
+                case Phase.PREFILL:
+                    await asyncio.sleep(0.7 * self.share * first_token_s)
+                case Phase.AFTER:
+                    await asyncio.sleep((0.7 + 0.5 * self.share) * first_token_s)
+                case Phase.STREAM if self.stream:
+                    events = 1 + int(0.9 * self.share * tokens)
+                    while events > 0 and (data := await reader.read(65536)):
+                        begun_s = begun_s or time.monotonic()
+                        events -= data.count(b"data:")
+                case Phase.STREAM:
+                    await asyncio.sleep((1 + self.share) * first_token_s)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+        finally:
+            if self.reset:
+                writer.transport.abort()
+            else:
+                writer.close()
+        return begun_s and begun_s - sent_s

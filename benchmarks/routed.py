@@ -83,6 +83,13 @@ class Simulated:
         incarnation = self.ready["incarnation"]
         await eventually(lambda: self._fleet.served_s(self.name, incarnation) is not None, within_s=LIMIT_S)
 
+    async def warm_up(self) -> None:
+        """The first answers take longer: what makes them is imported then."""
+        for stream in (False, True):
+            body = {"prompt": "p", "max_tokens": 2, "stream": stream}
+            async with self._fleet.http.post(f"{self.http}/v1/completions", json=body) as response:
+                await response.read()
+
     async def kill(self) -> None:
         """SIGKILL to the control process and the engine's."""
         if self._program is not None:
@@ -211,8 +218,9 @@ class Fleet:
         return None
 
     async def whole(self) -> None:
-        """Start those again that are not running."""
+        """Start those again that are not running; all have answered a request then."""
         await asyncio.gather(*(one.start() for one in self.instances if not one.running))
+        await asyncio.gather(*(one.warm_up() for one in self.instances))
 
     @contextlib.asynccontextmanager
     async def router(self, *options: str, follow: bool = True) -> AsyncIterator[Router]:

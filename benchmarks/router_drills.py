@@ -16,6 +16,7 @@ import itertools
 import json
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ from typing import Literal, get_args
 
 import uvloop
 
-from benchmarks.open_loop import CLIENT_TIMEOUT_S, Answer, OpenLoop, Outcome, Phase, leave
+from benchmarks.open_loop import CLIENT_TIMEOUT_S, Answer, Leaver, OpenLoop, Outcome, Phase
 from benchmarks.routed import LIMIT_S, Fleet, Policy, Router, Simulated, a_fleet, tell, within
 
 PREFILL_US_PER_TOKEN = 100
@@ -36,6 +37,7 @@ AGAIN_S = {"kill": 1.0, "pause": 0.2, "broker-gone": 1.0}
 REFUSED_WITHIN_S = 0.05
 PROBE_S = 5.0
 """The router's default."""
+FIRST_BYTE_S = 2.0
 LEAVE_AT_ONCE = 20
 LEAVE_WORDS = 300
 
@@ -133,11 +135,12 @@ async def _kill(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
         await asyncio.sleep(plan.lead_s)
         before, killed_s = await router.bad_attempts(), time.monotonic()
         await victim.kill()
+        done_s = time.monotonic()
         await asyncio.sleep(plan.away_s)
         failures = await router.bad_attempts() - before
         event_s = await _started(fleet, victim)
         await asyncio.sleep(plan.rest_s)
-    _usual(report, load, killed_s, victims={victim.name})
+    _usual(report, load, killed_s, done_s, victims={victim.name})
     report.add("failures of instances that the router has met with", failures)
     _used_again(report, load, victim, event_s, AGAIN_S["kill"])
     return report
@@ -159,12 +162,17 @@ async def _kill_migrate(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
         await asyncio.sleep(plan.lead_s)
         killed_s = time.monotonic()
         await victim.kill()
+        done_s = time.monotonic()
         await asyncio.sleep(plan.away_s)
         event_s = await _started(fleet, victim)
         await asyncio.sleep(plan.rest_s)
         migrated = int((await router.metrics())["migrations_total"])
-    on_it = [one for one in load.answers if one.instance == victim.name and one.in_flight_at(killed_s)]
-    _usual(report, load, killed_s, victims=set(), slow_s=None)
+    on_it = [
+        one
+        for one in load.answers
+        if one.instance == victim.name and one.in_flight_between(killed_s, killed_s)
+    ]
+    _usual(report, load, killed_s, done_s, victims=set(), slow_s=None)
     report.add("streams in flight on it when it was killed", len(on_it))
     enough = migrated >= len(on_it)
     report.add("streams that went on elsewhere", migrated, f"at least {len(on_it)}", enough)
@@ -195,9 +203,12 @@ async def _pause(fleet: Fleet, plan: Plan, victim: Simulated, mode: str) -> Repo
     frozen = [
         one
         for one in load.answers
-        if mode == "keep" and one.instance == victim.name and one.stream and one.in_flight_at(done_s)
+        if mode == "keep"
+        and one.instance == victim.name
+        and one.stream
+        and one.in_flight_between(paused_s, done_s)
     ]
-    _usual(report, load, paused_s, victims={victim.name} if mode == "abort" else set(), but=frozen)
+    _usual(report, load, paused_s, done_s, victims={victim.name} if mode == "abort" else set(), but=frozen)
     if mode == "keep":
         report.add("streams that were frozen in their middle, and went on", len(frozen))
     report.exactly("failures of instances that the router has met with", failures)
@@ -228,7 +239,7 @@ async def _refuse(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
             PROBE_S + LIMIT_S / 4,
         )
         await asyncio.sleep(plan.rest_s)
-    _usual(report, load, refused_s, victims=set())
+    _usual(report, load, refused_s, refused_s, victims=set())
     most = 4 + int(plan.away_s / PROBE_S) + 1
     report.add(
         "failures that the router has met with", failures, f"at most {most}", failures <= most, speed=True
@@ -239,24 +250,26 @@ async def _refuse(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
 
 async def hung(fleet: Fleet, plan: Plan) -> list[Report]:
     """an engine hangs: it is there, and nothing comes from it; its service finds out after a while"""
-    return [await _hung(fleet, plan, victim) for victim in fleet.victims]
+    reports = [await _hung(fleet, plan, victim) for victim in fleet.victims]
+    limit = ("--first-byte-timeout-s", f"{FIRST_BYTE_S:g}")
+    return [*reports, await _hung(fleet, plan, fleet.instances[-1], *limit)]
 
 
-async def _hung(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
-    report = Report(f"{victim.name} hangs ({fleet.policy})")
-    async with _under_load(fleet, plan) as (router, load):
+async def _hung(fleet: Fleet, plan: Plan, victim: Simulated, *options: str) -> Report:
+    report = Report(f"{' '.join([victim.name, 'hangs', *options])} ({fleet.policy})")
+    async with _under_load(fleet, plan, *options) as (router, load):
         await asyncio.sleep(plan.lead_s)
         before, hung_s = await router.bad_attempts(), time.monotonic()
         await victim.send("simulate", call="now", outcome="hang")
         await victim.ended(LIMIT_S)
         failures = await router.bad_attempts() - before
-        ended_s = time.monotonic()
+        done_s = time.monotonic()
         event_s = await _started(fleet, victim)
         await asyncio.sleep(plan.rest_s)
-    _usual(report, load, hung_s, victims={victim.name}, slow_s=None)
+    _usual(report, load, hung_s, done_s, victims={victim.name}, slow_s=None)
     slow = sum(one.took_s > SLOW_S for one in load.answers)
     report.add("slower than 1 s", slow, speed=True)
-    report.quick("its service ended after", ended_s - hung_s)
+    report.quick("its service ended after", done_s - hung_s)
     report.add("failures that the router has met with", failures)
     _used_again(report, load, victim, event_s, AGAIN_S["kill"])
     return report
@@ -285,8 +298,10 @@ async def all_down(fleet: Fleet, plan: Plan) -> list[Report]:
     report.add("requests with --wait-s, before the resume", len(held))
     report.exactly("of these answered", sum(one.outcome is Outcome.OK for one in held), len(held))
     report.exactly("of all with --wait-s not answered", len(waiting.answers) - waiting.count(Outcome.OK))
-    last_s = max(one.ended_s or 0.0 for one in held) - resumed_s
-    report.quick("the last that waited was answered after the resume", last_s)
+    event_s = min(fleet.served_s(name, after_s=resumed_s) or resumed_s for name in fleet.names)
+    report.quick("first serving event after the command", event_s - resumed_s)
+    last_s = max(one.ended_s or 0.0 for one in held) - event_s
+    report.quick("the last that waited was answered after that event", last_s)
     return [report]
 
 
@@ -310,13 +325,14 @@ async def broker_gone(fleet: Fleet, plan: Plan) -> list[Report]:
         await asyncio.sleep(plan.gone_s / 3)
         killed_s = time.monotonic()
         await victim.kill()
+        done_s = time.monotonic()
         await asyncio.sleep(plan.gone_s * 2 / 3)
         failures = await router.bad_attempts() - before
         await fleet.broker.start()
         event_s = await _started(fleet, victim)
         await asyncio.sleep(max(plan.quiet_s, plan.rest_s))
         changes = list(router.changes)
-    _usual(report, load, killed_s, victims={victim.name})
+    _usual(report, load, killed_s, done_s, victims={victim.name})
     early = [one for one in load.answers if gone_s < one.sent_s < killed_s and one.outcome is not Outcome.OK]
     report.exactly("not answered before the instance was killed", len(early))
     others = [name for at_s, name, _ in changes if name != victim.name]
@@ -339,31 +355,44 @@ async def client_leaves_kept(fleet: Fleet, plan: Plan) -> list[Report]:
 
 async def _client_leaves(fleet: Fleet, plan: Plan, title: str) -> Report:
     report = Report(title)
-    left = dict.fromkeys(Phase, 0)
-    async with fleet.router(follow=False) as router:
+    rng = random.Random(5)
+    phases = itertools.cycle(Phase)
+    # Every pair of streamed or not, with a goodbye or not, in every phase.
+    leavers = [
+        Leaver(next(phases), rng.random(), bool(number & 1), bool(number & 2))
+        for number in (n // len(Phase) for n in range(plan.leavers))
+    ]
+    async with fleet.router(follow=False) as router, asyncio.timeout(LIMIT_S + plan.leavers / 10):
+        await _first_token_s(router)  # the first ones take longer
+        first_token_s = await _first_token_s(router)
         free = asyncio.Semaphore(LEAVE_AT_ONCE)
-        rng = random.Random(5)
-        prefill_s = LEAVE_WORDS * PREFILL_US_PER_TOKEN / 1e6
 
-        async def one(number: int, phase: Phase) -> None:
+        async def one(leaver: Leaver) -> None:
             async with free:
-                left[phase] += 1
-                # Every pair of streamed or not, with a goodbye or not, in every phase.
-                stream, reset = bool(number & 1), bool(number & 2)
-                await leave(router.url, phase, rng.random(), prefill_s, LEAVE_WORDS, stream, reset)
+                await leaver.run(router.url, first_token_s, LEAVE_WORDS)
 
-        phases = itertools.cycle(Phase)
-        async with asyncio.timeout(LIMIT_S + plan.leavers / 10):
-            await asyncio.gather(*(one(n // len(Phase), next(phases)) for n in range(plan.leavers)))
+        await asyncio.gather(*map(one, leavers))
         used = await _until_idle(fleet, router)
         metrics = await router.metrics()
-    for phase, count in left.items():
+    report.quick("usual time to the first token", first_token_s)
+    for phase in Phase:
+        count = sum(leaver.phase is phase for leaver in leavers)
         report.add(f"clients that left {phase}", count)
     gone = metrics.get('requests_total{status="gone"}', 0)
-    report.add("of all these left before their answer was complete, as the router counts", f"{gone:g}")
+    report.add("requests whose client left, as the router counts", f"{gone:g}")
+    if fleet.policy == "pd":
+        good = metrics.get('attempts_total{outcome="good",role="prefill"}', 0)
+        report.add("of these after the prefill", f"{good - 2 * LEAVE_AT_ONCE:g}")
     for what, still in used.items():
         report.exactly(what, still)
     return report
+
+
+async def _first_token_s(router: Router) -> float:
+    """With as much load as the clients that leave will make."""
+    stays = [Leaver(Phase.STREAM, 0, stream=True, reset=False)] * LEAVE_AT_ONCE
+    took = await asyncio.gather(*(one.run(router.url, 0, LEAVE_WORDS) for one in stays))
+    return statistics.median(one for one in took if one is not None)
 
 
 async def _until_idle(fleet: Fleet, router: Router) -> dict[str, float]:
@@ -415,6 +444,7 @@ def _usual(
     report: Report,
     load: OpenLoop,
     damage_s: float,
+    done_s: float,
     victims: set[str],
     slow_s: float | None = SLOW_S,
     but: Sequence[Answer] = (),
@@ -422,8 +452,8 @@ def _usual(
     """What is looked at in every drill.
 
     Args:
-        damage_s: when it was done.
-        victims: whose streams may end, of those that had begun then.
+        damage_s, done_s: when it began, and when it was done.
+        victims: whose streams may end, of those that were in flight then.
         but: may be slow.
     """
     answers = load.answers
@@ -440,7 +470,9 @@ def _usual(
     report.exactly("a token missing or twice, or a quiet end", len(wrong))
     if victims:
         theirs = [
-            one for one in answers if one.stream and one.instance in victims and one.in_flight_at(damage_s)
+            one
+            for one in answers
+            if one.stream and one.instance in victims and one.in_flight_between(damage_s, done_s)
         ]
         few = len(ended) <= len(theirs)
         report.add(
@@ -457,6 +489,7 @@ def _usual(
                 f"  slow at {one.sent_s - damage_s:+.3f} s: {one.took_s:.3f} s, {one.prefill} {one.instance}"
             )
         report.add(f"slower than {slow_s:g} s", len(slow), "0", not slow, speed=True)
+    report.quick("requests were sent late by at most", load.late_s)
     last_s = max((one.ended_s or 0.0 for one in [*failed, *ended, *wrong]), default=None)
     report.quick("last failure after", last_s and last_s - damage_s)
 
