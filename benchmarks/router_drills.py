@@ -37,6 +37,7 @@ AGAIN_S = {"kill": 1.0, "pause": 0.2, "broker-gone": 1.0}
 REFUSED_WITHIN_S = 0.05
 PROBE_S = 5.0
 """The router's default."""
+WARM_UP_S = 1.0
 FIRST_BYTE_S = 2.0
 LEAVE_AT_ONCE = 20
 LEAVE_WORDS = 300
@@ -333,7 +334,11 @@ async def broker_gone(fleet: Fleet, plan: Plan) -> list[Report]:
         await asyncio.sleep(max(plan.quiet_s, plan.rest_s))
         changes = list(router.changes)
     _usual(report, load, killed_s, done_s, victims={victim.name})
-    early = [one for one in load.answers if gone_s < one.sent_s < killed_s and one.outcome is not Outcome.OK]
+    early = [
+        one
+        for one in load.answers
+        if one.outcome is not Outcome.OK and gone_s < (one.ended_s or 0.0) < killed_s
+    ]
     report.exactly("not answered before the instance was killed", len(early))
     others = [name for at_s, name, _ in changes if name != victim.name]
     report.exactly("others taken out of use or back", len(others))
@@ -429,6 +434,8 @@ async def _in_use(fleet: Fleet, router: Router) -> dict[str, float]:
 async def _under_load(fleet: Fleet, plan: Plan, *options: str) -> AsyncIterator[tuple[Router, OpenLoop]]:
     await fleet.whole()
     async with fleet.router(*options) as router:
+        async with OpenLoop(router.url, plan.rate / 4, 2).running():
+            await asyncio.sleep(WARM_UP_S)
         load = OpenLoop(router.url, plan.rate, plan.tokens, plan.streamed)
         async with load.running():
             yield router, load
