@@ -47,6 +47,9 @@ MAX_PENDING_BYTES = 64 * 1024 * 1024
 """What the server has not taken yet; beyond it publishing fails."""
 WATCH_SILENCE_S = 10.0
 """A key-value watch that heard nothing for this long is made anew: nats-py's may be deaf."""
+PASSES = 6
+"""Of the loop, from a question that is queued to its answer (sent, received, parsed, handed over), and
+some to spare. An idle loop makes them in no time."""
 LOOK_EVERY_S = 10.0
 """`changes_on` says so at least this often: what tells of a change may have been lost."""
 LOOK_AGAIN_S = (0.02, 0.2, 1.0)
@@ -261,7 +264,7 @@ class _Link(NatsClient):
         self.background.add(ping)
         ping.add_done_callback(self.background.discard)
         first: set[asyncio.Future[Any]] = {ping, self.ended}
-        await asyncio.wait(first, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(first, timeout_s)
         return ping.done() and not ping.cancelled() and ping.exception() is None
 
     async def barrier(self, timeout_s: float) -> bool:
@@ -1027,7 +1030,7 @@ class Bus:
             link = self._usable()
             await self._publish(link, subject, data, reply, headers)
             ends: set[asyncio.Future[Any]] = {answer} if over_reconnect else {answer, link.ended}
-            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await _first_of(ends, timeout_s)
             if not answer.done():
                 if not over_reconnect and link.ended.done():
                     raise Interrupted(f"the connection to {self.url} was lost")
@@ -1177,6 +1180,19 @@ def _update(entry: KeyValue.Entry, known: dict[str, int]) -> KvUpdate | None:
         return None
     known[entry.key] = revision
     return KvUpdate(entry.key, entry.value, UpdateKind.PUT)
+
+
+async def _first_of(ends: set[asyncio.Future[Any]], timeout_s: float) -> None:
+    """Wait for one of them; a time-out counts only once our own loop has caught up.
+
+    Where hundreds of connections share a loop, it may take longer than the time for an answer to send
+    the question and to read what has arrived.
+    """
+    await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for _ in range(PASSES):
+        if any(end.done() for end in ends):
+            return
+        await asyncio.sleep(0)
 
 
 async def _cancellable(call: Coroutine[Any, Any, _T]) -> _T:

@@ -83,6 +83,30 @@ async def test_no_answer_is_a_timeout(bus: Bus) -> None:
         await bus.request("silent", b"", timeout_s=0.05)
 
 
+async def test_a_busy_loop_is_not_taken_for_a_silent_server(bus: Bus, nats_server: NatsServer) -> None:
+    """As where hundreds of instances share one: a time-out counts once what has arrived was read."""
+    await bus.ensure_bucket(BUCKET, ttl_s=10, limit_marker_ttl_s=60)
+    loop = asyncio.get_running_loop()
+
+    busy = True
+
+    def hog() -> None:
+        time.sleep(0.1)
+        if busy:
+            loop.call_soon(hog)
+
+    hog()
+    try:
+        for _ in range(3):
+            await bus.kv_put(BUCKET, "key", b"1", 0.05)
+        nats_server.freeze()
+        with pytest.raises(Timeout):
+            await bus.kv_put(BUCKET, "key", b"2", 0.05)
+    finally:
+        busy = False
+        nats_server.thaw()
+
+
 async def test_subscription_is_known_to_the_server_when_it_returns(bus: Bus, connect: Connect) -> None:
     """nats-py's flush overtakes the queued subscription, and loses first messages."""
     other = await connect()
