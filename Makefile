@@ -51,8 +51,16 @@ lint: venv ## Check style, types and import rules
 	$(BIN)/lint-imports || failed=1; \
 	test -z "$$failed"
 
-bench: venv ## Measure how fast commands take effect, on real vLLM
-	@$(BIN)/python -m benchmarks.control_latency $(ARGS)
+BENCH ?= control_latency fleet router_throughput router_drills
+bench: venv .venv/bench/.ready ## Measure commands on real vLLM, a fleet, the router (BENCH=one of them, ARGS=for it)
+	@failed=; \
+	$(foreach name,$(BENCH),$(BIN)/python -m benchmarks.$(name) $(ARGS) || failed=1;) \
+	test -z "$$failed"
+
+# What is only compared with has a place of its own and changes nothing that the lock holds.
+.venv/bench/.ready: requirements/bench.txt | venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) -r $<
+	@touch $@
 
 proto: venv ## Generate service/engine/rpc from service/engine/*.proto
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python service/engine/rpc/generate.py

@@ -196,14 +196,6 @@ class Fleet:
     def names(self) -> list[str]:
         return [one.name for one in self.instances]
 
-    def of_role(self, role: str) -> list[Simulated]:
-        return [one for one in self.instances if one.role == role]
-
-    @property
-    def victims(self) -> list[Simulated]:
-        """One of each role."""
-        return list({one.role: one for one in reversed(self.instances)}.values())
-
     def served_s(self, name: str, incarnation: str | None = None, after_s: float = 0.0) -> float | None:
         """When the first event arrived that says that it serves.
 

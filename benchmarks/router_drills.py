@@ -35,9 +35,6 @@ SLOW_S = 1.0
 AGAIN_S = {"kill": 1.0, "pause": 0.2, "broker-gone": 1.0}
 """How soon an instance is used after its `serving` event (issue 5)."""
 REFUSED_WITHIN_S = 0.05
-PROBE_S = 5.0
-"""The router's default."""
-WARM_UP_S = 1.0
 FIRST_BYTE_S = 2.0
 LEAVE_AT_ONCE = 20
 LEAVE_WORDS = 300
@@ -56,6 +53,10 @@ class Plan:
         quiet_s: how long nothing may change after the broker is back; its keys live for 10 s.
         stream_s: how long the streams are that have to go on elsewhere.
         leavers: how many clients leave.
+        role: only instances of this role have their bad day.
+        modes: of the pauses.
+        probe_s: how often the router probes.
+        bounded: whether to let an engine hang a second time, with a shorter timeout in the router.
     """
 
     rate: float = 40
@@ -69,6 +70,16 @@ class Plan:
     quiet_s: float = 12
     stream_s: float = 1.2
     leavers: int = 1000
+    warm_s: float = 1
+    role: str | None = None
+    modes: tuple[str, ...] = ("wait", "keep", "abort")
+    probe_s: float = 5
+    bounded: bool = True
+
+    def victims(self, fleet: Fleet) -> list[Simulated]:
+        """One of each role."""
+        of_roles = {one.role: one for one in reversed(fleet.instances) if self.role in (None, one.role)}
+        return list(of_roles.values())
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ class Report:
 
 async def kill(fleet: Fleet, plan: Plan) -> list[Report]:
     """kill -9 of an instance's control process and engine; it is started again some seconds later"""
-    return [await _kill(fleet, plan, victim) for victim in fleet.victims]
+    return [await _kill(fleet, plan, victim) for victim in plan.victims(fleet)]
 
 
 async def _kill(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
@@ -152,7 +163,7 @@ async def kill_migrate(fleet: Fleet, plan: Plan) -> list[Report]:
     tokens = round(plan.stream_s / plan.token_s)
     plan = replace(plan, tokens=tokens, streamed="all", rest_s=max(plan.rest_s, 2 * plan.stream_s))
     plan = replace(plan, lead_s=max(plan.lead_s, 2 * plan.stream_s))
-    return [await _kill_migrate(fleet, plan, victim) for victim in fleet.victims]
+    return [await _kill_migrate(fleet, plan, victim) for victim in plan.victims(fleet)]
 
 
 async def _kill_migrate(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
@@ -184,8 +195,7 @@ async def _kill_migrate(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
 
 async def pause(fleet: Fleet, plan: Plan) -> list[Report]:
     """a pause by command over the bus, in each of its modes, and a resume"""
-    modes = ("wait", "keep", "abort")
-    return [await _pause(fleet, plan, victim, mode) for victim in fleet.victims for mode in modes]
+    return [await _pause(fleet, plan, victim, mode) for victim in plan.victims(fleet) for mode in plan.modes]
 
 
 async def _pause(fleet: Fleet, plan: Plan, victim: Simulated, mode: str) -> Report:
@@ -213,15 +223,16 @@ async def _pause(fleet: Fleet, plan: Plan, victim: Simulated, mode: str) -> Repo
     if mode == "keep":
         report.add("streams that were frozen in their middle, and went on", len(frozen))
     report.exactly("failures of instances that the router has met with", failures)
-    in_between = [one for one in load.answers if one.uses(victim.name) and done_s < one.sent_s < resumed_s]
-    report.exactly("requests sent to it while it was paused", len(in_between))
+    theirs = [one for one in load.answers if one.uses(victim.name) and one.head_s is not None]
+    in_between = sum(one.sent_s > done_s and (one.head_s or 0) < resumed_s for one in theirs)
+    report.exactly("requests answered by it while it was paused", in_between)
     _used_again(report, load, victim, event_s, AGAIN_S["pause"])
     return report
 
 
 async def refuse(fleet: Fleet, plan: Plan) -> list[Report]:
     """an engine answers 500 while its service knows nothing of it and all its probes are good"""
-    return [await _refuse(fleet, plan, victim) for victim in fleet.victims]
+    return [await _refuse(fleet, plan, victim) for victim in plan.victims(fleet)]
 
 
 async def _refuse(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
@@ -237,21 +248,23 @@ async def _refuse(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
         again = await within(
             f"{victim.name} is used again",
             lambda: load.first_from(victim.name, admitted_s),
-            PROBE_S + LIMIT_S / 4,
+            plan.probe_s + LIMIT_S / 4,
         )
         await asyncio.sleep(plan.rest_s)
     _usual(report, load, refused_s, refused_s, victims=set())
-    most = 4 + int(plan.away_s / PROBE_S) + 1
+    most = 4 + int(plan.away_s / plan.probe_s) + 1
     report.add(
         "failures that the router has met with", failures, f"at most {most}", failures <= most, speed=True
     )
-    report.quick("used again after it admits", again and again.head_s - admitted_s, PROBE_S + 1)
+    report.quick("used again after it admits", again and again.head_s - admitted_s, plan.probe_s + 1)
     return report
 
 
 async def hung(fleet: Fleet, plan: Plan) -> list[Report]:
     """an engine hangs: it is there, and nothing comes from it; its service finds out after a while"""
-    reports = [await _hung(fleet, plan, victim) for victim in fleet.victims]
+    reports = [await _hung(fleet, plan, victim) for victim in plan.victims(fleet)]
+    if not plan.bounded:
+        return reports
     limit = ("--first-byte-timeout-s", f"{FIRST_BYTE_S:g}")
     return [*reports, await _hung(fleet, plan, fleet.instances[-1], *limit)]
 
@@ -343,7 +356,9 @@ async def broker_gone(fleet: Fleet, plan: Plan) -> list[Report]:
     others = [name for at_s, name, _ in changes if name != victim.name]
     report.exactly("others taken out of use or back", len(others))
     report.exactly("the killed one taken out of use or back", len(changes) - len(others), 2)
-    report.add("failures of it that the router has met with", failures, "at most 4", failures <= 4)
+    report.add(
+        "failures of it that the router has met with", failures, "at most 4", failures <= 4, speed=True
+    )
     _used_again(report, load, victim, event_s, AGAIN_S["broker-gone"])
     return [report]
 
@@ -433,9 +448,9 @@ async def _in_use(fleet: Fleet, router: Router) -> dict[str, float]:
 @contextlib.asynccontextmanager
 async def _under_load(fleet: Fleet, plan: Plan, *options: str) -> AsyncIterator[tuple[Router, OpenLoop]]:
     await fleet.whole()
-    async with fleet.router(*options) as router:
-        async with OpenLoop(router.url, plan.rate / 4, 2).running():
-            await asyncio.sleep(WARM_UP_S)
+    async with fleet.router("--probe-interval-s", f"{plan.probe_s:g}", *options) as router:
+        async with OpenLoop(router.url, plan.rate / 2, 2).running():
+            await asyncio.sleep(plan.warm_s)
         load = OpenLoop(router.url, plan.rate, plan.tokens, plan.streamed)
         async with load.running():
             yield router, load

@@ -78,6 +78,13 @@ def test_each_lock_has_its_own_engine() -> None:
     assert not any(name.startswith("nvidia-") for name in cpu)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_compared_with_finds_the_rest_in_the_lock(device: str) -> None:
+    """It is installed without its dependencies, which are these (vllm-router 0.1.17)."""
+    needed = ["setproctitle", "aiohttp", "orjson", "uvicorn", "fastapi", "requests>=2.25.0"]
+    assert unmet(needed, read_lock("bench") | read_lock(device)) == []
+
+
 def test_an_unmet_dependency_is_noticed() -> None:
     assert unmet(["a>=2", "b"], {"a": "1.9"}) == ["a>=2", "b"]
 
@@ -135,6 +142,9 @@ def test_make_lists_its_targets() -> None:
         ("lint", "mypy"),
         ("lint", "lint-imports"),
         ("bench", "python -m benchmarks.control_latency"),
+        ("bench", "python -m benchmarks.router_throughput"),
+        ("bench", "python -m benchmarks.router_drills"),
+        ("bench", "--target .venv/bench -r requirements/bench.txt"),
         ("proto", "service/engine/rpc/generate.py"),
         ("lock", "-o requirements/cuda.txt"),
         ("clean", "rm -rf .venv"),
