@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from aiohttp import web
@@ -64,18 +64,16 @@ class Leg:
 
     Attributes:
         prefill: who made the KV cache of the prompt.
+        version: of the weights with which it began.
     """
 
     booking: Booking
     answer: Whole | Stream
     prefill: Member | None = None
-
-    @property
-    def version(self) -> str:
-        return self._version
+    version: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self._version = self.booking.member.group.version
+        self.version = self.booking.member.group.version
 
 
 class Exchange:
@@ -245,6 +243,8 @@ class Exchange:
                     self._kept = replace(self._kept, fetch=None)
                 if role is Role.PREFILL and failure.reached:
                     self._let_go()
+                elif role is Role.PREFILL:
+                    self._kept = None
                 if one_use and failure.reached:
                     raise
                 continue
