@@ -180,9 +180,7 @@ async def _kill_migrate(fleet: Fleet, plan: Plan, victim: Simulated) -> Report:
         await asyncio.sleep(plan.rest_s)
         migrated = int((await router.metrics())["migrations_total"])
     on_it = [
-        one
-        for one in load.answers
-        if one.instance == victim.name and one.in_flight_between(killed_s, killed_s)
+        one for one in load.answers if one.instance == victim.name and one.in_flight_between(done_s, done_s)
     ]
     _usual(report, load, killed_s, done_s, victims=set(), slow_s=None)
     report.add("streams in flight on it when it was killed", len(on_it))
