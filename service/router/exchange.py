@@ -76,6 +76,12 @@ class Leg:
         self.version = self.booking.member.group.version
 
 
+class _Events(web.StreamResponse):
+    """A stream of events, whose head leaves together with the first of them."""
+
+    _send_headers_immediately = False
+
+
 class Exchange:
     """One request.
 
@@ -293,13 +299,13 @@ class Exchange:
         return answer
 
     async def _stream(self, leg: Leg, stream: Stream, relay: Relay | Continuable) -> web.StreamResponse:
-        downstream = web.StreamResponse(headers=self._response_headers(leg))
+        downstream = _Events(headers=self._response_headers(leg))
         await downstream.prepare(self._request)
         self.first_byte_s = time.monotonic()
         while True:
-            end = await self._pass_on(leg, stream, relay, downstream)
+            end, last = await self._pass_on(leg, stream, relay, downstream)
             if end.error is None:
-                await downstream.write_eof()
+                await downstream.write_eof(last)
                 self.status = "200"
                 self._dispatch.succeeded(leg.booking, end.outcome)
                 await stream.finish()
@@ -332,28 +338,28 @@ class Exchange:
 
     async def _pass_on(
         self, leg: Leg, stream: Stream, relay: Relay | Continuable, downstream: web.StreamResponse
-    ) -> End:
+    ) -> tuple[End, bytes]:
+        """How it ended, and what of a good end is not sent yet: it goes with the end of the body."""
         booking = leg.booking
         booking.answering()
         shown = relay.tokens
-        out, end = relay.take(stream.first)
+        block = stream.first
         try:
-            if out:
-                await downstream.write(out)
-            if end is not None:
-                return end
-            while block := await stream.block():
+            while block:
                 out, end = relay.take(block)
+                if end is not None and end.error is None:
+                    return end, out
                 if out:
                     await downstream.write(out)
                 if end is not None:
-                    return end
+                    return end, b""
                 if relay.tokens - shown >= GROW_TOKENS:
                     booking.grow(relay.tokens - shown)
                     shown = relay.tokens
+                block = await stream.block()
         except Cut as reason:
-            return cut(str(reason))
-        return cut("the stream ended without its last event")
+            return cut(str(reason)), b""
+        return cut("the stream ended without its last event"), b""
 
     def _broke(self, leg: Leg, end: End) -> None:
         """A stream has ended before its end: the instance is judged, and not used again for this request."""
