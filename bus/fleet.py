@@ -32,6 +32,9 @@ OnPartial: TypeAlias = Literal["hold", "resume_good", "abort"]
 
 AGAIN_S = (2.0, 60.0)
 """A reply that does not come is asked for again after the first, and doubling at most after the second."""
+AGAIN_PER_MEMBER_S = 0.02
+"""Added to the first for each who is asked: a reply that is late because hundreds are on their way would
+be asked for by hundreds more."""
 NOBODY_S = 3.0
 """Nobody listens under the name for so long: not there. After an outage an instance needs a moment."""
 BURST_BYTES = 8 * 1024 * 1024
@@ -320,7 +323,9 @@ class Fleet:
         missing = expected.keys() - gathered.replies.keys() - gathered.silent.keys()
         asks: dict[str, asyncio.Task[Reply]] = {}
         for name in missing:
-            ask = asyncio.create_task(self._ask(verb, name, partial(body, asked[name]), end))
+            ask = asyncio.create_task(
+                self._ask(verb, name, partial(body, asked[name]), _again_s(len(missing)), end)
+            )
             ask.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if we left
             asks[name] = ask
             self._asks.setdefault(f"{name} {expected[name]}", set()).add(ask)
@@ -350,7 +355,7 @@ class Fleet:
         self, verb: Verb, expected: Mapping[str, str], body: bytes, gathered: "_Gathered", end: float
     ) -> None:
         """One message; returns when all have answered, or when it is time to ask each by itself."""
-        wait_s = min(AGAIN_S[0], end - time.monotonic())
+        wait_s = min(_again_s(len(expected)), end - time.monotonic())
         answers = self.client.bus.scatter(self.client.subject(subjects.ALL, verb), body, wait_s)
         with contextlib.suppress(BusError):  # each is asked by itself then
             async with contextlib.aclosing(answers):
@@ -360,14 +365,16 @@ class Fleet:
                     if expected.keys() <= gathered.replies.keys() | gathered.silent.keys():
                         return
 
-    async def _ask(self, verb: Verb, name: str, body: Callable[[], bytes], end: float) -> Reply:
-        """Ask one member until it answers; the repeats bear the same id.
+    async def _ask(
+        self, verb: Verb, name: str, body: Callable[[], bytes], wait_s: float, end: float
+    ) -> Reply:
+        """Ask one member until it answers; the repeats, the first after `wait_s`, bear the same id.
 
         Raises:
             _Silence
         """
         bus, subject = self.client.bus, self.client.subject(name, verb)
-        wait_s, longest_s = AGAIN_S
+        longest_s = AGAIN_S[1]
         sent, nobody_since = False, None
         while (left_s := end - time.monotonic()) > 0:
             try:
@@ -407,6 +414,10 @@ class Fleet:
                 await self.client.bus.flush(timeout_s)
                 self._unconfirmed = 0
             self._unconfirmed += size
+
+
+def _again_s(members: int) -> float:
+    return AGAIN_S[0] + members * AGAIN_PER_MEMBER_S
 
 
 _GONE = "it ended without an answer"
