@@ -14,11 +14,13 @@ from service.router.membership import Membership
 from service.router.metrics import Metrics
 from service.router.pool import Booking, Group, Loss, Member, Pool, Role
 from service.router.settings import RouterSettings
-from service.router.upstream import Failure, Upstream
+from service.router.upstream import Failure, Stream, Upstream, Whole
 
 log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
+LAST_WORDS_S = 0.5
+"""How long a prefill has to answer after it was told to end; then its connection is broken."""
 ABORT_PATHS = ("/abort_requests", "/inference/v1/abort_requests")
 """vLLM has the one in its development mode and with --tokens-only, the other with --enable-scale-out."""
 SHOWN_REASONS = 10
@@ -145,9 +147,48 @@ class Dispatch:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def abandon(
+        self,
+        attempt: "asyncio.Future[Whole | Stream]",
+        kept: "KeptKV",
+        headers: Mapping[str, str],
+        keeping: Callable[[Whole | Stream], "KeptKV | None"],
+    ) -> None:
+        """End a prefill for which nobody waits any more, in the background.
+
+        Args:
+            kept: what is known of it before its answer.
+            keeping: what is kept according to its answer.
+        """
+        task = asyncio.create_task(self._abandon(attempt, kept, headers, keeping))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def close(self) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=RELEASE_TIMEOUT_S)
+
+    async def _abandon(
+        self,
+        attempt: "asyncio.Future[Whole | Stream]",
+        kept: "KeptKV",
+        headers: Mapping[str, str],
+        keeping: Callable[[Whole | Stream], "KeptKV | None"],
+    ) -> None:
+        # To break the connection would end it too. But if it has just finished, its answer is needed: only
+        # that tells where its cache can be fetched.
+        answer: Whole | Stream | None = None
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                if await self._abort(kept, headers):
+                    answer = await attempt
+        except (aiohttp.ClientError, OSError, TimeoutError, Failure):
+            pass
+        finally:
+            attempt.add_done_callback(_look_at)
+            attempt.cancel()
+        if answer is not None and (left := keeping(answer)) is not None:
+            await self._release(left, headers)
 
     async def _release(self, kept: "KeptKV", headers: Mapping[str, str]) -> None:
         for step in (self._fetch, self._abort):
@@ -171,11 +212,14 @@ class Dispatch:
         finally:
             booking.release()
 
-    async def _abort(self, kept: "KeptKV", headers: Mapping[str, str]) -> None:
+    async def _abort(self, kept: "KeptKV", headers: Mapping[str, str]) -> bool:
+        """Whether the instance knows how."""
         body = msgspec.json.encode({"request_ids": kept.request_ids})
         for path in ABORT_PATHS:
-            if await self._post(kept.member, path, body, headers) not in (404, 405):
-                return
+            status = await self._post(kept.member, path, body, headers)
+            if status not in (404, 405):
+                return status < 400
+        return False
 
     async def _post(self, member: Member, path: str, body: bytes, headers: Mapping[str, str]) -> int:
         url = f"{member.url}{path}"
@@ -204,3 +248,8 @@ class Dispatch:
         more = len(pool) - len(reasons)
         told = "; ".join(reasons) + (f"; and {more} more" if reasons and more > 0 else "")
         return f"no {pool.role} instance takes requests" + (f" ({told})" if told else ": none is known")
+
+
+def _look_at(attempt: "asyncio.Future[Whole | Stream]") -> None:
+    if not attempt.cancelled():
+        attempt.exception()

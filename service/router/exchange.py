@@ -1,9 +1,11 @@
 """One request for inference, from the first pick to the last byte: attempts, both hops, migration."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -106,6 +108,8 @@ class Exchange:
         self._last: Failure | None = None
         self._bookings: list[Booking] = []
         self._streams: list[Stream] = []
+        self._body = order.body
+        """What is asked for now: later of a broken stream the rest."""
         self._kept: KeptKV | None = None
         self._migrations = 0
         self._stopped = False
@@ -160,6 +164,7 @@ class Exchange:
         return Leg(booking, answer)
 
     async def _open_pair(self, body: Body, only_version: str | None) -> Leg:
+        self._body = body
         while True:
             prefill: Booking | None = None
             version, kv = only_version, None
@@ -205,7 +210,7 @@ class Exchange:
             self._kept = None
             return Leg(booking, answer)
         kv = _kv_of(answer)
-        self._kept = None if kv is None else self._keeping(booking.member, body, kv)
+        self._kept = self._keeping(booking.member, kv)
         booking.report(Outcome.GOOD)
         self._dispatch.metrics.attempt(Role.PREFILL, Outcome.GOOD.value)
         booking.grow(-(1 - KV_SHARE) * self._order.prompt_tokens)
@@ -235,11 +240,12 @@ class Exchange:
                 raise self._gave_up(503, NO_INSTANCE, str(none)) from None
             self._bookings.append(booking)
             if role is Role.PREFILL:
-                self._kept = self._keeping(booking.member)
+                self._kept = KeptKV(booking.member, path, self._engine_ids())
             started_s = time.monotonic()
             try:
                 leaves = dispatch.leaves(booking, admits, self._failed)
-                answer = await dispatch.upstream.begin(booking, path, raw, headers, leaves)
+                begun = dispatch.upstream.begin(booking, path, raw, headers, leaves)
+                answer = await (self._unless_left(booking, begun) if role is Role.PREFILL else begun)
             except Failure as failure:
                 self._note(booking, started_s, failure.told)
                 dispatch.failed(booking, failure)
@@ -398,13 +404,30 @@ class Exchange:
             return admits
         return lambda group: admits(group) and _alike(group.version, only_version)
 
-    def _keeping(self, member: Member, body: Body | None = None, kv: object = None) -> KeptKV:
-        """What a prefill instance keeps for this request, as far as is known."""
-        ids, fetch = self._engine_ids(), None
-        if body is not None and kv is not None:
-            fetch = msgspec.json.encode(orders.for_fetch(body, kv))
-            if isinstance(kv, dict) and isinstance(remote_id := kv.get("remote_request_id"), str):
-                ids = (remote_id, *ids)
+    async def _unless_left(
+        self, booking: Booking, begun: Coroutine[Any, Any, Whole | Stream]
+    ) -> Whole | Stream:
+        """Wait for a prefill. If the client leaves meanwhile, it is seen to that it keeps nothing."""
+        attempt = asyncio.ensure_future(begun)
+        try:
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            kept, self._kept = self._kept, None
+            if kept is not None:
+                headers = {**self._headers, "X-Request-Id": self._hop_id()}
+                self._dispatch.abandon(
+                    attempt, kept, headers, lambda answer: self._keeping(booking.member, _kv_of(answer))
+                )
+            raise
+
+    def _keeping(self, member: Member, kv: object) -> KeptKV | None:
+        """What a prefill instance keeps according to the parameters that it gave."""
+        if kv is None:
+            return None
+        ids = self._engine_ids()
+        if isinstance(kv, dict) and isinstance(remote_id := kv.get("remote_request_id"), str):
+            ids = (remote_id, *ids)
+        fetch = msgspec.json.encode(orders.for_fetch(self._body, kv))
         return KeptKV(member, self._order.path, ids, fetch)
 
     def _let_go(self) -> None:
@@ -464,7 +487,9 @@ def _alike(one: str, other: str) -> bool:
     return one == other or not one or not other
 
 
-def _kv_of(answer: Whole) -> object:
+def _kv_of(answer: Whole | Stream) -> object:
+    if not isinstance(answer, Whole) or answer.status != 200:
+        return None
     try:
         body = msgspec.json.decode(answer.body)
     except msgspec.DecodeError:

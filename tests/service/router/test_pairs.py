@@ -148,6 +148,22 @@ async def test_a_client_that_leaves_during_the_prefill() -> None:
         assert not any(one.asked for one in decodes)
 
 
+async def test_a_client_that_leaves_when_the_prefill_has_just_finished() -> None:
+    """Its answer is awaited for a moment: only that tells where the cache is."""
+    async with two_and_two() as (router, prefills, decodes):
+        for one in prefills:
+            one.gate.clear()
+        asking = asyncio.create_task(router.complete())
+        await eventually(lambda: any(one.running for one in prefills))
+        asking.cancel()
+        await eventually(lambda: any(one.bodies("/abort_requests") for one in prefills))
+        for one in prefills:
+            one.gate.set()
+        await eventually(lambda: any(one.fetched for one in decodes))
+        assert the_one(decodes).bodies()[0]["max_tokens"] == 1
+        await eventually(router.idle)
+
+
 async def test_a_client_that_leaves_between_the_hops() -> None:
     """The cache is fetched for nobody, and the prefill is told: what vLLM keeps only a fetch sets free."""
     async with (
