@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +78,10 @@ async def test_prefill_and_decode(pairs: Fleet, name: str, role: str | None) -> 
 @pytest.mark.parametrize(("role", "mode"), [("decode", "abort"), ("prefill", "keep")])
 async def test_a_pause_of_one_of_a_pair(pairs: Fleet, role: str, mode: str) -> None:
     await drill(pairs, "pause", role=role, modes=(mode,))
+
+
+@pytest.mark.xdist_group("drills of pairs")
+async def test_clients_leave_where_an_abort_frees_no_kv_cache(tmp_path: Path) -> None:
+    arguments = (*engine_args(PLAN.token_s), *DRILLS["leave-kept"].engine_args)
+    async with a_fleet(tmp_path, "pd", arguments, HEALTH, ("prefill", "decode")) as fleet:
+        await drill(fleet, "leave-kept")
