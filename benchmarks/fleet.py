@@ -10,10 +10,12 @@ milliseconds on one clock, p50 and p99: of the single replies, and of all N toge
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -160,9 +162,10 @@ async def fleet(url: str, count: int, rounds: int) -> tuple[dict[str, list[float
     async with (
         Client.connect(url, issuer="benchmark") as client,
         process(*command) as program,
+        contextlib.AsyncExitStack() as cleanup,
     ):
         assert program.stdout is not None
-        drain = asyncio.create_task(_discard(program.stdout))
+        cleanup.push_async_callback(cancelled, asyncio.create_task(_discard(program.stdout)))
         costs = Process(program.pid)
         ready = Ready(count, "default")
         async with Listener(client.bus, client.namespace, client.component, ready.changed) as listener:
@@ -186,7 +189,8 @@ async def fleet(url: str, count: int, rounds: int) -> tuple[dict[str, list[float
                     outcome = await all_of_them.send(verb, {"mode": "keep"} if verb == "pause" else {})
                     times[verb].append((time.perf_counter() - began) * 1e3)
                     if not outcome.ok or len(outcome.done) != count:
-                        raise SystemExit(str(outcome))
+                        why = Counter([*outcome.no_answer.values(), *outcome.codes.values()])
+                        raise SystemExit(f"{verb}: {len(outcome.done)} of {count} done: {dict(why)}")
             times["reply"] = stamped.times_ms
             for number in range(rounds):
                 step(f"update, round {number + 1} of {rounds}")
@@ -217,8 +221,12 @@ async def fleet(url: str, count: int, rounds: int) -> tuple[dict[str, list[float
             times["followed"] += [(at - began) * 1e3 for at in ready.at.values()]
             times["announced"].append((max(ready.at.values()) - began) * 1e3)
         told.append(f"afterwards: {costs.cpu_s():.1f} s of CPU in all, {costs.memory_mb():.0f} MB")
-        drain.cancel()
     return times, told
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 async def main() -> None:
