@@ -33,6 +33,10 @@ class NoInstance(Exception):
     """No instance may be sent the request, and none came in the time there was."""
 
 
+def _anybody(group: Group) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class KeptKV:
     """A KV cache that a prefill instance keeps until it is fetched.
@@ -74,10 +78,12 @@ class Dispatch:
             model: as the request names it. A name that nobody has said to answer to is anybody's.
             least_version: that the request asks for, beside what the settings do.
         """
-        by_name = bool(model) and model in self.membership.models(role)
+        by_name = bool(model) and self.membership.chooses(role, model)
         policy, versions = self.settings.weights, self.membership.versions
         newest = self.membership.newest(role) if policy == "latest" else None
         least = [version for version in (self.settings.min_version, least_version) if version is not None]
+        if not (by_name or least or policy == "latest"):
+            return _anybody
 
         def admits(group: Group) -> bool:
             if by_name and group.models and model not in group.models:

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from service.router import orders, sse
 from service.router.breaker import Outcome
@@ -229,7 +230,7 @@ class Exchange:
             Failure: with `one_use`.
         """
         dispatch, path = self._dispatch, self._order.path
-        headers = {**self._headers, "X-Request-Id": self._hop_id()}
+        headers = self._hop_headers()
         most = len(dispatch.pool(role)) + SPARE_TRIES
         while True:
             try:
@@ -414,7 +415,7 @@ class Exchange:
         except asyncio.CancelledError:
             kept, self._kept = self._kept, None
             if kept is not None:
-                headers = {**self._headers, "X-Request-Id": self._hop_id()}
+                headers = self._hop_headers()
                 self._dispatch.abandon(
                     attempt, kept, headers, lambda answer: self._keeping(booking.member, _kv_of(answer))
                 )
@@ -434,8 +435,13 @@ class Exchange:
         """Nobody will fetch the KV cache that may be kept for this request."""
         kept, self._kept = self._kept, None
         if kept is not None:
-            headers = {**self._headers, "X-Request-Id": self._hop_id()}
+            headers = self._hop_headers()
             self._dispatch.release(kept, headers)
+
+    def _hop_headers(self) -> CIMultiDict[str]:
+        headers = self._headers.copy()
+        headers["X-Request-Id"] = self._hop_id()
+        return headers
 
     def _hop_id(self) -> str:
         """Both hops of a pair have the same; a later pair another one, since the first may still be known."""
@@ -450,7 +456,7 @@ class Exchange:
         took_ms = 1000 * (time.monotonic() - started_s)
         self.hops.append(f"{booking.member.role}={booking.member.name} {how} {took_ms:.1f}ms")
 
-    def _response_headers(self, leg: Leg) -> dict[str, str]:
+    def _response_headers(self, leg: Leg) -> CIMultiDict[str]:
         headers = downstream_headers(leg.answer.headers)
         headers["X-Request-Id"] = self._request_id
         headers["X-Watchkeeper-Instance"] = leg.booking.member.name
@@ -461,16 +467,23 @@ class Exchange:
         return headers
 
 
-def upstream_headers(given: Mapping[str, str], dispatch: Dispatch) -> dict[str, str]:
+def upstream_headers(given: Mapping[str, str], dispatch: Dispatch) -> CIMultiDict[str]:
     """The client's headers as an instance may see them."""
-    headers = {name: value for name, value in given.items() if name.lower() not in NOT_UPSTREAM}
-    if dispatch.upstream.key is not None and not any(name.lower() == "authorization" for name in headers):
+    headers = _without(given, NOT_UPSTREAM)
+    if dispatch.upstream.key is not None and "Authorization" not in headers:
         headers["Authorization"] = f"Bearer {dispatch.upstream.key}"
     return headers
 
 
-def downstream_headers(given: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in given.items() if name.lower() not in NOT_DOWNSTREAM}
+def downstream_headers(given: Mapping[str, str]) -> CIMultiDict[str]:
+    return _without(given, NOT_DOWNSTREAM)
+
+
+def _without(given: Mapping[str, str], names: Iterable[str]) -> CIMultiDict[str]:
+    headers = CIMultiDict(given)
+    for name in names:
+        headers.popall(name, None)
+    return headers
 
 
 def error_response(status: int, code: str, message: str) -> web.Response:

@@ -33,7 +33,8 @@ class Membership:
             self.pools[static.role].add(member)
         self._names: dict[Role, frozenset[str]] = {}
         self._newest: dict[Role, str | None] = {}
-        """Both are found when they are asked for, and forgotten when something changes."""
+        self._choosy: dict[tuple[Role, str], bool] = {}
+        """All are found when they are asked for, and forgotten when something changes."""
 
     def __iter__(self) -> Iterator[Member]:
         for pool in self.pools.values():
@@ -46,6 +47,17 @@ class Membership:
         """Why an instance is sent nothing; None: it is in use."""
         member = self._find(name)
         return member.reason if member is not None else "gone"
+
+    def chooses(self, role: Role, model: str) -> bool:
+        """Whether some members answer to this name and others do not."""
+        if model not in self.models(role):  # names of clients' own making are not kept
+            return False
+        key = (role, model)
+        if key not in self._choosy:
+            groups = [member.group.models for member in self.pools[role]]
+            having = sum(model in models for models in groups)
+            self._choosy[key] = having < len(groups)
+        return self._choosy[key]
 
     def models(self, role: Role) -> frozenset[str]:
         """All names to which members answer, whether they may be sent requests now or not."""
@@ -63,6 +75,7 @@ class Membership:
     def _changed(self) -> None:
         self._names.clear()
         self._newest.clear()
+        self._choosy.clear()
 
     def learned(self, member: Member, cards: Iterable[dict[str, Any]]) -> None:
         """It has told its models.

@@ -1,6 +1,7 @@
 """What the router's /metrics shows, in the Prometheus format."""
 
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -60,16 +61,19 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Pools(members))
+        # `labels` looks a child up anew each time, which is as dear as counting it.
+        self._request = cache(self._requests.labels)
+        self._attempt = cache(self._attempts.labels)
 
     def ended(self, status: str, seconds: float) -> None:
-        self._requests.labels(status).inc()
+        self._request(status).inc()
         self._request_s.observe(seconds)
 
     def first_byte(self, seconds: float) -> None:
         self._first_byte_s.observe(seconds)
 
     def attempt(self, role: str, outcome: str) -> None:
-        self._attempts.labels(role, outcome).inc()
+        self._attempt(role, outcome).inc()
 
     def migrated(self) -> None:
         self._migrations.inc()

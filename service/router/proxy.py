@@ -1,10 +1,9 @@
 """The router's HTTP: the OpenAI API for clients, and what operators and probes look at."""
 
 import asyncio
-import logging
+import random
 import socket
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from service.access import Access
 from service.listening import listen
+from service.router.access_log import AccessLog
 from service.router.breaker import Outcome
 from service.router.dispatch import Dispatch, NoInstance
 from service.router.exchange import Exchange, downstream_headers, error_response, upstream_headers
@@ -21,8 +21,6 @@ from service.router.orders import INFERENCE, BadOrder, Order
 from service.router.pool import Member, Role
 from service.router.sse import Splitter, encode
 from service.router.upstream import Cut, Failure, Raw
-
-log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
 """Prompts with images are large; what a single vLLM takes is not ours to limit."""
@@ -47,6 +45,7 @@ class Proxy:
     ) -> None:
         self._dispatch, self._access = dispatch, access
         self._snapshot, self._why_not_ready = snapshot, why_not_ready
+        self._log = AccessLog() if dispatch.settings.access_log else None
         self._closing = False
         self._in_flight: dict[asyncio.Task[None], Exchange | None] = {}
         server = web.Server(
@@ -95,6 +94,8 @@ class Proxy:
 
     async def close(self) -> None:
         await self._runner.cleanup()
+        if self._log is not None:
+            self._log.flush()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path, method = request.path, request.method
@@ -129,7 +130,7 @@ class Proxy:
         except BadOrder as error:
             self._ended(request, "-", started_s, "400", [], None)
             return error_response(400, "invalid_request", str(error))
-        request_id = request.headers.get("X-Request-Id") or str(uuid.uuid4())
+        request_id = request.headers.get("X-Request-Id") or _new_id()
         exchange = Exchange(self._dispatch, request, order, request_id)
         self._in_flight[request.task] = exchange
         try:
@@ -143,7 +144,7 @@ class Proxy:
         """What is no inference of ours goes to one instance as it is, and its answer comes back as it is."""
         started_s, hops = time.monotonic(), list[str]()
         status = "gone"
-        request_id = request.headers.get("X-Request-Id") or str(uuid.uuid4())
+        request_id = request.headers.get("X-Request-Id") or _new_id()
         try:
             if "Upgrade" in request.headers:
                 status = "501"
@@ -161,7 +162,8 @@ class Proxy:
         dispatch, failed = self._dispatch, set[Member]()
         role = self._role_for_the_rest()
         body = await request.read()
-        headers = {**upstream_headers(request.headers, dispatch), "X-Request-Id": request_id}
+        headers = upstream_headers(request.headers, dispatch)
+        headers["X-Request-Id"] = request_id
         admits = dispatch.admits(role, "", request.headers.get("X-Watchkeeper-Min-Version"))
         until_s = time.monotonic() + dispatch.settings.wait_s
         last: Failure | None = None
@@ -203,7 +205,7 @@ class Proxy:
         self, request: web.BaseRequest, raw: Raw, name: str, request_id: str
     ) -> tuple[web.StreamResponse, str]:
         headers = downstream_headers(raw.headers)
-        headers |= {"X-Request-Id": request_id, "X-Watchkeeper-Instance": name}
+        headers["X-Request-Id"], headers["X-Watchkeeper-Instance"] = request_id, name
         downstream = web.StreamResponse(status=raw.status, headers=headers)
         is_events = raw.headers.get("Content-Type", "").startswith("text/event-stream")
         splitter = Splitter() if is_events else None
@@ -244,11 +246,10 @@ class Proxy:
         self._dispatch.metrics.ended(status, took_s)
         if first_byte_s is not None:
             self._dispatch.metrics.first_byte(first_byte_s - started_s)
-        if self._dispatch.settings.access_log:
+        if self._log is not None:
             told = "; ".join(hops) or "-"
-            log.info(
-                "%s %s %s %s %.1fms %s", request.method, request.path, status, request_id, 1000 * took_s, told
-            )
+            took = f"{1000 * took_s:.1f}ms"
+            self._log.line(f"{request.method} {request.path} {status} {request_id} {took} {told}")
 
     # What is answered here
 
@@ -285,6 +286,12 @@ class Proxy:
                 card = {"id": name, "object": "model", "created": 0, "owned_by": "watchkeeper"}
                 cards.setdefault(name, card)
         return web.json_response({"object": "list", "data": list(cards.values())})
+
+
+def _new_id() -> str:
+    """As a UUID, at a tenth of its cost."""
+    digits = f"{random.getrandbits(128):032x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:

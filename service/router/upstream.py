@@ -2,18 +2,20 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict
 from yarl import URL
 
 from service.router import sse
 from service.router.breaker import Outcome
-from service.router.pool import Booking, Loss, Member
+from service.router.http_client import HttpClient, NotConnected, Response
+from service.router.pool import Booking, Loss
 
 CONNECT_TIMEOUT_S = 2.0
 KEEP_ALIVE_S = 3.0
@@ -67,7 +69,7 @@ class Whole:
     """A complete answer."""
 
     status: int
-    headers: CIMultiDictProxy[str]
+    headers: Mapping[str, str]
     body: bytes
 
 
@@ -78,9 +80,15 @@ class _Body:
         broken: it ended before its end.
     """
 
-    def __init__(self, response: aiohttp.ClientResponse, booking: Booking) -> None:
-        self.status, self.headers, self.broken = response.status, response.headers, False
-        self._response, self._content, self._booking = response, response.content, booking
+    def __init__(
+        self,
+        response: Response | aiohttp.ClientResponse,
+        read: Callable[[], Awaitable[bytes]],
+        booking: Booking,
+    ) -> None:
+        self.status, self.broken = response.status, False
+        self.headers: Mapping[str, str] = response.headers
+        self._response, self._read, self._booking = response, read, booking
         self._gone = False
         booking.on_loss = self._lost
 
@@ -91,7 +99,7 @@ class _Body:
             Cut: the connection broke, or the instance is gone.
         """
         try:
-            return await self._content.readany()
+            return await self._read()
         except (aiohttp.ClientError, OSError) as error:
             self.broken = True
             reason = "the instance is gone" if self._gone else f"the connection broke: {_said(error)}"
@@ -112,6 +120,9 @@ class _Body:
 class Raw(_Body):
     """An answer that is passed on as it is."""
 
+    def __init__(self, response: aiohttp.ClientResponse, booking: Booking) -> None:
+        super().__init__(response, response.content.readany, booking)
+
 
 class Stream(_Body):
     """An answer of events.
@@ -120,10 +131,8 @@ class Stream(_Body):
         first: whole events, at least one of them with data.
     """
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, booking: Booking, splitter: sse.Splitter, first: bytes
-    ) -> None:
-        super().__init__(response, booking)
+    def __init__(self, response: Response, booking: Booking, splitter: sse.Splitter, first: bytes) -> None:
+        super().__init__(response, response.readany, booking)
         self.first = first
         self._splitter = splitter
 
@@ -150,7 +159,11 @@ class Stream(_Body):
 
 
 class Upstream:
-    """The way to all instances."""
+    """The way to all instances.
+
+    Attributes:
+        session: for everything but inference.
+    """
 
     def __init__(self, first_byte_timeout_s: float, key: str | None = None) -> None:
         """
@@ -159,6 +172,7 @@ class Upstream:
         """
         self.key = key
         self._first_byte_timeout_s = first_byte_timeout_s
+        self._client = HttpClient(CONNECT_TIMEOUT_S, KEEP_ALIVE_S)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -168,6 +182,7 @@ class Upstream:
         )
 
     async def close(self) -> None:
+        self._client.close()
         await self.session.close()
 
     async def begin(
@@ -186,8 +201,8 @@ class Upstream:
         Raises:
             Failure: there is nothing that could be passed on.
         """
-        async with self._attempt(booking, leaves):
-            response = await self._send(booking.member, "POST", path, body, headers)
+        async with _Attempt(booking, leaves, self._first_byte_timeout_s):
+            response = await self._client.post(booking.member.url, path, headers, body)
             answer = None
             try:
                 answer = await _judged(response, booking)
@@ -207,8 +222,11 @@ class Upstream:
         leaves: Callable[[Loss], bool],
     ) -> "Raw":
         """Send any other request, and wait for the head of its answer. Arguments and errors as `begin`."""
-        async with self._attempt(booking, leaves):
-            response = await self._send(booking.member, method, path, body, headers)
+        async with _Attempt(booking, leaves, self._first_byte_timeout_s):
+            url = URL(booking.member.url + path, encoded=True)
+            response = await self.session.request(
+                method, url, data=body, headers=headers, allow_redirects=False
+            )
             if response.status < 500 and response.status != 429:
                 return Raw(response, booking)
             try:
@@ -218,46 +236,40 @@ class Upstream:
             raise _refusal(whole) or Failure(_in_short(whole), response=whole)
         raise AssertionError("an attempt ends with an answer or a failure")
 
-    async def _send(
-        self, member: Member, method: str, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        url = URL(member.url + path, encoded=True)
-        return await self.session.request(method, url, data=body, headers=headers, allow_redirects=False)
 
-    @contextlib.asynccontextmanager
-    async def _attempt(self, booking: Booking, leaves: Callable[[Loss], bool]) -> AsyncIterator[None]:
-        """Bounds an attempt, and makes a Failure of whatever goes wrong with it."""
+class _Attempt:
+    """Bounds an attempt up to its first byte, and makes a Failure of whatever goes wrong with it."""
+
+    def __init__(self, booking: Booking, leaves: Callable[[Loss], bool], limit_s: float) -> None:
+        self._booking, self._leaves, self._limit_s = booking, leaves, limit_s
+        self._limit = asyncio.timeout(limit_s)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._booking.on_loss = self._lost
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._booking.on_loss == self._lost:  # else an answer that has begun has its own
+            self._booking.on_loss = None
         try:
-            async with asyncio.timeout(self._first_byte_timeout_s) as limit:
-                booking.on_loss = on_loss = _on_loss(limit, leaves)
-                try:
-                    yield
-                finally:
-                    if booking.on_loss is on_loss:  # else an answer that has begun has its own
-                        booking.on_loss = None
-        except aiohttp.ClientConnectorError as error:
-            raise Failure(f"cannot connect: {_said(error)}", reached=False) from error
-        except aiohttp.ConnectionTimeoutError as error:
-            raise Failure(f"no connection within {CONNECT_TIMEOUT_S:g} s", reached=False) from error
-        except TimeoutError as error:
-            if booking.lost is not None:
-                raise _lost(booking.lost) from None
-            text = f"no first byte within {self._first_byte_timeout_s:g} s"
-            raise Failure(text, timed_out=True) from error
-        except aiohttp.ServerDisconnectedError as error:
-            raise Failure("it closed the connection instead of an answer") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Failure(f"the connection broke: {_said(error)}") from error
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError as timeout:
+            if self._booking.lost is not None:
+                raise _lost(self._booking.lost) from None
+            raise Failure(f"no first byte within {self._limit_s:g} s", timed_out=True) from timeout
+        match error:
+            case aiohttp.ClientConnectorError() | NotConnected():
+                raise Failure(_said(error), reached=False) from error
+            case aiohttp.ClientError() | OSError():
+                raise Failure(f"the connection broke: {_said(error)}") from error
 
-
-def _on_loss(limit: asyncio.Timeout, leaves: Callable[[Loss], bool]) -> Callable[[Loss], bool]:
-    def lost(loss: Loss) -> bool:
-        if not leaves(loss):
+    def _lost(self, loss: Loss) -> bool:
+        if not self._leaves(loss):
             return False
-        limit.reschedule(0.0)  # now
+        self._limit.reschedule(0.0)  # now
         return True
-
-    return lost
 
 
 def _lost(loss: Loss) -> Failure:
@@ -270,7 +282,7 @@ def _said(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-async def _judged(response: aiohttp.ClientResponse, booking: Booking) -> Whole | Stream:
+async def _judged(response: Response, booking: Booking) -> Whole | Stream:
     if response.status == 200 and response.content_type == "text/event-stream":
         return await _begun(response, booking)
     whole = Whole(response.status, response.headers, await response.read())
@@ -316,10 +328,10 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-async def _begun(response: aiohttp.ClientResponse, booking: Booking) -> Whole | Stream:
+async def _begun(response: Response, booking: Booking) -> Whole | Stream:
     splitter = sse.Splitter()
     first = b""
-    while data := await response.content.readany():
+    while data := await response.readany():
         first += splitter.feed(data)
         if first and b"data:" in first:
             break
@@ -357,7 +369,7 @@ def _fault_of_request(error: Mapping[str, Any]) -> Whole | None:
     if not isinstance(code, int) or not _is_request_fault(code):
         return None
     headers = CIMultiDict({"Content-Type": "application/json"})
-    return Whole(code, CIMultiDictProxy(headers), msgspec.json.encode({"error": error}))
+    return Whole(code, headers, msgspec.json.encode({"error": error}))
 
 
 def _error(body: bytes) -> dict[str, Any] | None:
