@@ -19,14 +19,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from benchmarks.control_latency import _discard, process, row
+from benchmarks.control_latency import process, row
 from bus.announce import announce
 from bus.client import Client
 from bus.connection import Bus
 from bus.discovery import Change, ChangeKind, Listener
 from bus.embedded import EmbeddedServer
 from bus.fleet import Fleet
-from bus.messages import Announcement, Snapshot
+from bus.messages import Announcement, Snapshot, UpdateInfo
 
 RESPONDERS = """
 import asyncio, sys
@@ -140,93 +140,118 @@ class Ready:
             self.see(change.snapshot)
 
     async def wait(self) -> None:
+        """
+        Raises:
+            TimeoutError
+        """
         try:
             await asyncio.wait_for(self.all.wait(), START_LIMIT_S)
         except TimeoutError:
-            raise SystemExit(
-                f"{len(self.at)} of {self._count} instances were ready with {self._version!r} "
-                f"within {START_LIMIT_S} s"
-            ) from None
+            text = f"{len(self.at)} of {self._count} instances were ready with {self._version!r}"
+            raise TimeoutError(f"{text} within {START_LIMIT_S} s") from None
 
 
-async def fleet(url: str, count: int, rounds: int) -> tuple[dict[str, list[float]], list[str]]:
-    times: dict[str, list[float]] = {
-        name: []
-        for name in ("reply", "pause", "resume", "begin", "load", "end", "update", "followed", "announced")
-    }
-    told: list[str] = []
+@contextlib.asynccontextmanager
+async def sim_fleet(url: str, count: int, folder: Path) -> AsyncIterator[Process]:
+    """The program. If it ends by itself so does the block, with its last words."""
     command = [sys.executable, "-m", "service", "sim-fleet", str(count), "--nats", url]
     command += ["--grpc-address", "127.0.0.1:0", "--grace-period-s", "0"]
+    output = folder / "sim-fleet.log"
+    with output.open("wb") as file:
+        program = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
+    ours, ending = asyncio.current_task(), False
+
+    async def watch() -> None:
+        await program.wait()
+        if not ending and ours is not None:
+            ours.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield Process(program.pid)
+    except asyncio.CancelledError:
+        if program.returncode is None:
+            raise
+        last = "\n".join(output.read_text(errors="replace").splitlines()[-5:])
+        raise SystemExit(f"sim-fleet ended, exit code {program.returncode}:\n{last}") from None
+    finally:
+        ending = True
+        if program.returncode is None:
+            program.terminate()
+        await watching
+
+
+async def fleet(url: str, count: int, rounds: int, folder: Path) -> tuple[dict[str, list[float]], list[str]]:
+    names = ("reply", "pause", "resume", "begin", "load", "end", "update", "followed", "announced")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    told: list[str] = []
     step(f"{count} instances: starting")
     started = time.perf_counter()
-    async with (
-        Client.connect(url, issuer="benchmark") as client,
-        process(*command) as program,
-        contextlib.AsyncExitStack() as cleanup,
-    ):
-        assert program.stdout is not None
-        cleanup.push_async_callback(cancelled, asyncio.create_task(_discard(program.stdout)))
-        costs = Process(program.pid)
+    async with Client.connect(url, issuer="benchmark") as client, sim_fleet(url, count, folder) as program:
         ready = Ready(count, "default")
-        async with Listener(client.bus, client.namespace, client.component, ready.changed) as listener:
-            for state in listener.states.values():
-                ready.see(state)
+        async with Listener(client.bus, client.namespace, client.component, ready.changed):
             await ready.wait()
-        told.append(
-            f"{count} instances known and ready {time.perf_counter() - started:.1f} s after the start"
-        )
-        told.append(f"their process: {costs.cpu_s():.1f} s of CPU until then, {costs.memory_mb():.0f} MB")
+        took_s = time.perf_counter() - started
+        told.append(f"{count} instances known and ready {took_s:.1f} s after the start")
+        told.append(f"their process: {program.cpu_s():.1f} s of CPU until then, {program.memory_mb():.0f} MB")
         step("idle")
         await asyncio.sleep(3)
-        told.append(f"idle: {100 * await costs.idle_share(10):.0f} % of a core")
+        told.append(f"idle: {100 * await program.idle_share(10):.0f} % of a core")
         await client.new_epoch()
-        stamped = Stamped(client.bus)
-        async with Fleet(client) as all_of_them:
-            for number in range(rounds):
-                step(f"pause and resume, round {number + 1} of {rounds}")
-                for verb in ("pause", "resume"):
-                    began = time.perf_counter()
-                    outcome = await all_of_them.send(verb, {"mode": "keep"} if verb == "pause" else {})
-                    times[verb].append((time.perf_counter() - began) * 1e3)
-                    if not outcome.ok or len(outcome.done) != count:
-                        why = Counter([*outcome.no_answer.values(), *outcome.codes.values()])
-                        raise SystemExit(f"{verb}: {len(outcome.done)} of {count} done: {dict(why)}")
-            times["reply"] = stamped.times_ms
-            for number in range(rounds):
-                step(f"update, round {number + 1} of {rounds}")
-                began = time.perf_counter()
-                async with all_of_them.update(f"v{number}") as update:
-                    opened = time.perf_counter()
-                    await update.load({"chunk": number})
-                    loaded = time.perf_counter()
-                ended = time.perf_counter()
-                for name, seconds in (
-                    ("begin", opened - began),
-                    ("load", loaded - opened),
-                    ("end", ended - loaded),
-                    ("update", ended - began),
-                ):
-                    times[name].append(seconds * 1e3)
-        for number in range(rounds):
-            step(f"announcement, round {number + 1} of {rounds}")
-            version = f"announced-{number}"
-            ready = Ready(count, version)
-            async with Listener(client.bus, client.namespace, client.component, ready.changed):
-                began = time.perf_counter()
-                chunk = {"chunk": number}
-                assert client.epoch is not None
-                news = Announcement(id=version, epoch=client.epoch, version=version, updates=[chunk])
-                await announce(client.bus, client.namespace, client.component, news)
-                await ready.wait()
-            times["followed"] += [(at - began) * 1e3 for at in ready.at.values()]
-            times["announced"].append((max(ready.at.values()) - began) * 1e3)
-        told.append(f"afterwards: {costs.cpu_s():.1f} s of CPU in all, {costs.memory_mb():.0f} MB")
+        await commands(client, count, rounds, times)
+        await updates(client, rounds, times)
+        await announcements(client, count, rounds, times)
+        told.append(f"afterwards: {program.cpu_s():.1f} s of CPU in all, {program.memory_mb():.0f} MB")
     return times, told
 
 
-async def cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
+async def commands(client: Client, count: int, rounds: int, times: dict[str, list[float]]) -> None:
+    stamped = Stamped(client.bus)
+    async with Fleet(client) as fleet:
+        for number in range(rounds):
+            step(f"pause and resume, round {number + 1} of {rounds}")
+            for verb in ("pause", "resume"):
+                began = time.perf_counter()
+                outcome = await fleet.send(verb, {"mode": "keep"} if verb == "pause" else {})
+                times[verb].append((time.perf_counter() - began) * 1e3)
+                if not outcome.ok or len(outcome.done) != count:
+                    why = dict(Counter([*outcome.no_answer.values(), *outcome.codes.values()]))
+                    raise SystemExit(f"{verb}: {len(outcome.done)} of {count} done: {why}")
+    times["reply"] = stamped.times_ms
+
+
+async def updates(client: Client, rounds: int, times: dict[str, list[float]]) -> None:
+    async with Fleet(client) as fleet:
+        for number in range(rounds):
+            step(f"update, round {number + 1} of {rounds}")
+            began = time.perf_counter()
+            async with fleet.update(f"v{number}") as update:
+                opened = time.perf_counter()
+                await update.load({"chunk": number})
+                loaded = time.perf_counter()
+            ended = time.perf_counter()
+            for name, seconds in (
+                ("begin", opened - began),
+                ("load", loaded - opened),
+                ("end", ended - loaded),
+                ("update", ended - began),
+            ):
+                times[name].append(seconds * 1e3)
+
+
+async def announcements(client: Client, count: int, rounds: int, times: dict[str, list[float]]) -> None:
+    for number in range(rounds):
+        step(f"announcement, round {number + 1} of {rounds}")
+        version, ready = f"announced-{number}", Ready(count, f"announced-{number}")
+        async with Listener(client.bus, client.namespace, client.component, ready.changed):
+            began = time.perf_counter()
+            assert client.epoch is not None
+            chunks: list[UpdateInfo] = [{"chunk": number}]
+            news = Announcement(id=version, epoch=client.epoch, version=version, updates=chunks)
+            await announce(client.bus, client.namespace, client.component, news)
+            await ready.wait()
+        times["followed"] += [(at - began) * 1e3 for at in ready.at.values()]
+        times["announced"].append((max(ready.at.values()) - began) * 1e3)
 
 
 async def main() -> None:
@@ -242,7 +267,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         server = await EmbeddedServer.start(port=0, data_dir=Path(name))
         try:
-            ours, told = await fleet(server.url, count, rounds)
+            ours, told = await fleet(server.url, count, rounds, Path(name))
             step(f"{count} bare responders")
             echo = await bare(server.url, count, rounds)
         finally:
