@@ -1,7 +1,11 @@
 """Commands of the command line against a small fleet that answers as told, over a real broker."""
 
 import asyncio
+import contextlib
 import json
+import os
+import pty
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +17,8 @@ from bus.codec import Format, encode
 from bus.connection import Bus, Message
 from bus.messages import ErrorBody, Operation, Reply, Snapshot, WeightUpdate
 from service.__main__ import run
-from tests.broker import NatsServer
+from tests.broker import NatsServer, eventually
+from tests.program import ROOT, WATCHKEEPER
 
 Answers = Callable[[str, dict[str, Any]], Reply | None]
 
@@ -164,6 +169,41 @@ async def test_an_instance_that_is_not_there_is_known_at_once(fleet: Fleet, watc
     code, out, _ = await watchkeeper("pause", "--instance", "absent")
     assert out[0] == "absent  no_answer  -  no instance of this name listens"
     assert code == 3
+
+
+async def test_a_terminal_shows_who_is_waited_for(fleet: Fleet, nats_server: NatsServer) -> None:
+    """A bar, gone at the end; the result is all that a pipe gets."""
+    await fleet.add("w1")
+    await fleet.add("w2", lambda verb, body: None)
+    ours, theirs = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *WATCHKEEPER,
+        *("pause", "--all", "--wait-s", "2"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=theirs,
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "WATCHKEEPER_NATS": nats_server.url},
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    seen = ""
+
+    def screen() -> str:
+        nonlocal seen
+        with contextlib.suppress(OSError):  # nothing new, or its end
+            seen += os.read(ours, 65536).decode(errors="replace")
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+
+    try:
+        await eventually(lambda: re.search(r"waiting for pause.* 1/2 ", screen()), within_s=20)
+        async with asyncio.timeout(20):
+            out, _ = await process.communicate()
+        assert process.returncode == 3
+        assert out.decode().splitlines()[-1] == "2 instances: 1 ok, 1 did not answer"
+    finally:
+        if process.returncode is None:
+            process.kill()
+        os.close(ours)
 
 
 async def test_an_empty_fleet(fleet: Fleet, watchkeeper: Watchkeeper) -> None:
