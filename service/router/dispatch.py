@@ -138,7 +138,9 @@ class Dispatch:
         booking.report(failure.outcome)
         booking.release()
         self.metrics.attempt(member.role, "refused" if failure.refused else failure.outcome.value)
-        if failure.refused or (failure.outcome is Outcome.UNKNOWN and booking.lost is None):
+        # What was aborted says nothing of an instance that would tell if it were paused.
+        mute = not member.incarnation and failure.outcome is Outcome.UNKNOWN and booking.lost is None
+        if failure.refused or mute:
             self.pool(member.role).set_aside(member, str(failure))
             self.probe_soon(member, failure.retry_after_s)
 

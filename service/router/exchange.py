@@ -54,11 +54,14 @@ class GaveUp(Exception):
         status: of the answer.
         code: of its error.
         response: of the last instance, which the client is given instead.
+        instance: which that is.
     """
 
-    def __init__(self, status: int, code: str, message: str, response: Whole | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, response: Whole | None = None, instance: str = ""
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.response = status, code, response
+        self.status, self.code, self.response, self.instance = status, code, response, instance
 
 
 @dataclass
@@ -107,6 +110,7 @@ class Exchange:
         self._tries = 0
         self._round = 0
         self._last: Failure | None = None
+        self._last_name = ""
         self._bookings: list[Booking] = []
         self._streams: list[Stream] = []
         self._body = order.body
@@ -196,16 +200,18 @@ class Exchange:
         decodes, pool = self._admits(Role.DECODE, only_version), self._dispatch.pool(Role.DECODE)
 
         def admits(group: Group) -> bool:
-            return usable(group) and any(
-                decodes(other) and _alike(group.version, other.version) for other in pool.groups
-            )
+            def fits(other: Group) -> bool:
+                return decodes(other) and _alike(group.version, other.version)
+
+            return usable(group) and pool.least(fits, self._failed) is not None
 
         raw = msgspec.json.encode(orders.for_prefill(body))
         try:
             booking, answer = await self._attempt(Role.PREFILL, raw, admits)
         except GaveUp as reason:
-            if reason.code == NO_INSTANCE and pool.least(decodes) is None:
-                raise self._gave_up(503, NO_INSTANCE, self._dispatch.why_none(pool, decodes)) from None
+            if reason.code == NO_INSTANCE and pool.least(decodes, self._failed) is None:
+                why = self._dispatch.why_none(pool, decodes, self._failed)
+                raise self._gave_up(503, NO_INSTANCE, why) from None
             raise
         if not isinstance(answer, Whole) or answer.status != 200:
             self._kept = None
@@ -247,6 +253,10 @@ class Exchange:
                 leaves = dispatch.leaves(booking, admits, self._failed)
                 begun = dispatch.upstream.begin(booking, path, raw, headers, leaves)
                 answer = await (self._unless_left(booking, begun) if role is Role.PREFILL else begun)
+            except asyncio.CancelledError:
+                self._note(booking, started_s, "left")
+                dispatch.metrics.attempt(role, Outcome.UNKNOWN.value)
+                raise
             except Failure as failure:
                 self._note(booking, started_s, failure.told)
                 dispatch.failed(booking, failure)
@@ -269,11 +279,12 @@ class Exchange:
     def _learn(self, booking: Booking, failure: Failure, most: int) -> None:
         if self._stopped:
             raise GaveUp(503, SHUTTING_DOWN["code"], SHUTTING_DOWN["message"])
-        self._last = failure
+        self._last, self._last_name = failure, booking.member.name
         self._tries += 1
         if failure.outcome is not Outcome.UNKNOWN:
-            self._failed.add(booking.member)
             self._failures += 1
+        if not failure.refused and booking.lost is None:
+            self._failed.add(booking.member)
         name = booking.member.name
         if self._failures >= self._dispatch.settings.max_attempts or self._tries >= most:
             status = 504 if failure.timed_out else 502
@@ -283,7 +294,7 @@ class Exchange:
         last = self._last
         if last is not None and last.outcome is not Outcome.UNKNOWN:
             if last.response is not None:
-                return GaveUp(last.response.status, code, message, last.response)
+                return GaveUp(last.response.status, code, message, last.response, self._last_name)
             message = f"{message}; last failure: {last}" if code == NO_INSTANCE else message
         return GaveUp(status, code, message)
 
@@ -300,6 +311,7 @@ class Exchange:
         if (response := reason.response) is not None:
             headers = downstream_headers(response.headers)
             headers["X-Request-Id"] = self._request_id
+            headers["X-Watchkeeper-Instance"] = reason.instance
             return web.Response(status=response.status, body=response.body, headers=headers)
         answer = error_response(reason.status, reason.code, str(reason))
         answer.headers["X-Request-Id"] = self._request_id
@@ -377,12 +389,12 @@ class Exchange:
             dispatch.failed(booking, Failure(message, Outcome.UNKNOWN))
             return
         dispatch.succeeded(booking, end.outcome)
-        self._failed.add(booking.member)
 
     async def _next_leg(self, leg: Leg, body: Body) -> tuple[Leg, Stream] | None:
         """Somebody who goes on with a broken stream, or None."""
         settings = self._dispatch.settings
         self._failures = self._tries = 0
+        self._failed = {leg.booking.member}  # one that broke an earlier part may be well again
         self._round += settings.policy == "pd"
         self._until_s = time.monotonic() + settings.wait_s
         version = None if settings.migrate_across_versions else leg.version

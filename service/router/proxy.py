@@ -4,11 +4,13 @@ import asyncio
 import random
 import socket
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from service.access import Access
@@ -53,6 +55,7 @@ class Proxy:
             request_factory=_request,
             handler_cancellation=True,  # a client that leaves ends its request, whatever it waits for
             access_log=None,
+            auto_decompress=False,  # aiohttp answers 500 to a body that is not packed as it says
         )
         self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=0.5)
         self._site: web.SockSite | None = None
@@ -126,7 +129,8 @@ class Proxy:
     async def _infer(self, request: web.BaseRequest) -> web.StreamResponse:
         started_s = time.monotonic()
         try:
-            order = Order.parse(request.path, await request.read())
+            encoding = request.headers.get("Content-Encoding", "").lower()
+            order = Order.parse(request.path, _unpacked(await _body(request), encoding))
         except BadOrder as error:
             self._ended(request, "-", started_s, "400", [], None)
             return error_response(400, "invalid_request", str(error))
@@ -161,9 +165,14 @@ class Proxy:
     ) -> tuple[web.StreamResponse, str]:
         dispatch, failed = self._dispatch, set[Member]()
         role = self._role_for_the_rest()
-        body = await request.read()
+        try:
+            body = await _body(request)
+        except BadOrder as error:
+            return error_response(400, "invalid_request", str(error)), "400"
         headers = upstream_headers(request.headers, dispatch)
         headers["X-Request-Id"] = request_id
+        if "Content-Encoding" in request.headers:
+            headers["Content-Encoding"] = request.headers["Content-Encoding"]
         admits = dispatch.admits(role, "", request.headers.get("X-Watchkeeper-Min-Version"))
         until_s = time.monotonic() + dispatch.settings.wait_s
         last: Failure | None = None
@@ -286,6 +295,36 @@ class Proxy:
                 card = {"id": name, "object": "model", "created": 0, "owned_by": "watchkeeper"}
                 cards.setdefault(name, card)
         return web.json_response({"object": "list", "data": list(cards.values())})
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    """
+    Raises:
+        BadOrder: it is too large, or broken.
+    """
+    try:
+        return await request.read()
+    except (RequestPayloadError, web.HTTPException) as error:
+        raise BadOrder(f"the body cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _unpacked(body: bytes, encoding: str) -> bytes:
+    """
+    Raises:
+        BadOrder: it is not packed so, in a way that is not known, or unpacks to too much.
+    """
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise BadOrder(f"the content encoding {encoding!r} is not known here")
+    unpacking = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # either header
+    try:
+        unpacked = unpacking.decompress(body, MAX_BODY_BYTES)
+    except zlib.error as error:
+        raise BadOrder(f"the body is not {encoding}: {error}") from None
+    if not unpacking.eof:
+        raise BadOrder("the body is not complete, or unpacks to too much")
+    return unpacked
 
 
 def _new_id() -> str:

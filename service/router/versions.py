@@ -38,16 +38,21 @@ class Versions:
 
     def at_least(self, version: str, least: str) -> bool:
         """Whether `version` is `least` or newer."""
-        if version == least:
+        if least in (version, INITIAL):
             return True
         if least in self._seen and version in self._seen:
             return self._rank(version) > self._rank(least)
-        # Nothing is known about one of them but its name.
-        return _by_name(version) > _by_name(least)
+        # Nothing is known about one of them but its name; names of another kind tell nothing.
+        return _kind(version) == _kind(least) and _by_name(version) > _by_name(least)
 
     def _rank(self, version: str) -> _Rank:
         epoch, order = self._seen.get(version, (0, 0))
         return int(version != INITIAL), epoch, order, _by_name(version)
+
+
+def _kind(version: str) -> str:
+    """A name without its numbers: `step-7` and `step-12` are of one kind."""
+    return re.sub(r"\d+", "0", version)
 
 
 def _by_name(version: str) -> tuple[tuple[int, int | str], ...]:

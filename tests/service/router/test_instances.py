@@ -113,6 +113,27 @@ async def test_a_kill_ends_only_the_streams_in_it_and_with_migration_none(
         assert router.idle()
 
 
+async def test_a_request_that_is_aborted_takes_nobody_out(tmp_path: Path, nats_url: str) -> None:
+    """An instance that is paused would say so."""
+    async with fleet(tmp_path, nats_url, *TWO) as (one, other), routed(nats_url, used=2) as router:
+        await other.instance.pause()
+        asking = asyncio.create_task(router.stream(max_tokens=200))
+        await eventually(lambda: are_answering_by(router, one.name))
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"http://{one.ready['admin']}/abort_requests", json={}) as response,
+        ):
+            assert response.status == 200
+        got = await asking
+        assert got.error is not None and got.error["code"] == "aborted"
+        assert used(router) == {one.name}
+        assert (await router.complete())[0] == 200
+
+
+def are_answering_by(router: Routing, name: str) -> bool:
+    return any(one.name == name and one.load >= GROW_TOKENS for one in router.router.dispatch.membership)
+
+
 async def test_a_version_is_told_and_asked_for(tmp_path: Path, nats_url: str) -> None:
     async with (
         fleet(tmp_path, nats_url, *TWO) as (one, _),

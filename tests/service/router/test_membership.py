@@ -184,6 +184,8 @@ def test_versions_are_ordered_by_epoch_then_by_appearance_then_by_name() -> None
     assert versions.newest(["bbb", "rolled-back", "late-of-an-old-trainer"]) == "rolled-back"
     assert versions.at_least("bbb", "step-9") and not versions.at_least("step-9", "bbb")
     assert versions.at_least("step-10", "step-2") and not versions.at_least("step-10", "step-11")
+    # Of one that nobody has held only its like can be newer.
+    assert not versions.at_least("zzz", "step-99") and not versions.at_least("zzz", "nope")
     assert versions.at_least("bbb", "bbb") and not versions.at_least("default", "step-1")
 
 

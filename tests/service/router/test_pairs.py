@@ -88,6 +88,15 @@ async def test_a_decode_that_took_nothing_costs_no_new_prefill(behaviour: str) -
         assert router.idle()
 
 
+async def test_nothing_is_prefilled_for_which_nobody_is_left_to_decode() -> None:
+    async with two_and_two() as (router, prefills, decodes):
+        for one in decodes:
+            one.behaves = "500"
+        status, answer, _ = await router.complete()
+        assert status == 500 and answer["error"]["message"] == "broken"
+        assert sum(len(one.bodies()) for one in prefills) == 2 and router.idle()
+
+
 async def test_the_fault_of_a_request_is_told_by_the_prefill_and_nobody_is_asked_to_decode() -> None:
     async with two_and_two() as (router, prefills, decodes):
         for one in prefills:

@@ -73,8 +73,9 @@ async def test_a_stream_that_fails_before_its_first_event_is_tried_elsewhere(beh
 
 async def test_nothing_is_tried_twice_at_the_same_instance() -> None:
     async with engines(2, behaves="500") as (one, other), routing([one, other], "max_attempts=5") as router:
-        status, answer, _ = await router.complete()
+        status, answer, headers = await router.complete()
         assert status == 500 and answer["error"]["message"] == "broken"  # what the engine said
+        assert headers["X-Watchkeeper-Instance"] in (one.url, other.url)
         assert len(one.asked) == len(other.asked) == 1
 
 
@@ -318,6 +319,24 @@ async def test_a_body_may_be_announced_and_packed() -> None:
         async with router.http.post("/v1/completions", json=body, compress="gzip") as response:
             assert response.status == 200
         assert engine.bodies() == [body, body]
+
+
+@pytest.mark.parametrize(("encoding", "body"), [("gzip", b'{"prompt": "p"}'), ("gzip", b""), ("br", b"x")])
+async def test_a_body_that_is_not_packed_as_it_says_is_told_so(encoding: str, body: bytes) -> None:
+    async with engines(1) as (engine,), routing([engine]) as router:
+        headers = {"Content-Encoding": encoding}
+        async with router.http.post("/v1/completions", data=body, headers=headers) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "invalid_request"
+        assert not engine.asked and router.idle()
+
+
+async def test_a_stream_may_come_back_to_one_that_broke_it_before() -> None:
+    """Else a long stream would not survive a pause of each instance in turn."""
+    async with engines(2, behaves="cut", times=1) as two, routing(two, "migration_limit=3") as router:
+        got = await router.stream(max_tokens=12)
+        assert got.error is None and got.done and got.text == text(12)
+        assert sum(len(one.asked) for one in two) == 3
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]"])
