@@ -596,3 +596,12 @@ class WeightUpdate:
 
 def new_id() -> str:
     return secrets.token_hex(12)
+
+
+def __getattr__(name: str) -> Any:
+    """`Fleet`, too, is looked for here; its module is built on this one."""
+    if name == "Fleet":
+        from bus.fleet import Fleet
+
+        return Fleet
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

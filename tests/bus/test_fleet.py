@@ -632,3 +632,11 @@ async def test_large_chunks_for_many_are_not_too_much(
     async with Fleet(client) as fleet, fleet.update("v2") as update:
         await update.load({"names": "x" * 900_000})
     assert set(ends(update).values()) == {End.COMMITTED}
+
+
+def test_it_is_found_beside_the_client() -> None:
+    from bus import client
+
+    assert client.Fleet is Fleet
+    with pytest.raises(AttributeError, match="no attribute 'Fleets'"):
+        _ = client.Fleets
