@@ -41,7 +41,7 @@ $(TINY): | venv
 	@mv $@.part $@
 
 test: venv ## Run all tests (ARGS='-m "not real"' leaves out those on real vLLM)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: venv ## Check style, types and import rules
 	@failed=; \

@@ -20,6 +20,21 @@ from tests.measured import measured
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+ON_REAL_ENGINES = ("tests/integration/", "tests/service/engine/test_vllm_")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2` all tests on real engines stay in one worker: they share instances, and one engine at a
+    time is enough for two cores. (Groups by mark have no effect with pytest 9.2 and pytest-xdist 3.8.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RealOnesTogether(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return "real" if nodeid.startswith(ON_REAL_ENGINES) else nodeid
+
+    return RealOnesTogether(config, log)
+
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:

@@ -31,6 +31,7 @@ class Engine:
         at: after how many tokens a stream breaks.
         healthy: whether `/health` is 200.
         asked: bodies and headers of all that it was asked, by path.
+        probed: how often `/health` was asked.
         running: requests in it now.
         gate: streams wait for it before each token after the first.
     """
@@ -41,6 +42,7 @@ class Engine:
     healthy: bool = True
     models: tuple[str, ...] = ("m",)
     asked: list[tuple[str, dict[str, Any], Mapping[str, str]]] = field(default_factory=list)
+    probed: int = 0
     running: int = 0
     url: str = ""
     kept: set[str] = field(default_factory=set)
@@ -59,10 +61,6 @@ class Engine:
         app.router.add_route("*", "/v1/stream", self._bytes)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
 
-    @property
-    def member_name(self) -> str:
-        return self.url
-
     async def start(self, port: int = 0) -> "Engine":
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
@@ -77,6 +75,7 @@ class Engine:
         return [body for where, body, _ in self.asked if where == path]
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.probed += 1
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -10,8 +10,10 @@ from bus.messages import Addresses, InstanceEntry, Paused, Snapshot, Transport, 
 from service.router.breaker import MAX_FAILURES, Outcome
 from service.router.membership import LEFT, NOT_PROBED, Membership
 from service.router.pool import Loss, Member, Role
-from service.router.settings import Static
+from service.router.server import Router
+from service.router.settings import Static, load_router
 from service.router.versions import Versions
+from service.shutdown import Resources
 
 NAMES: dict[str, Any] = {"namespace": "default", "component": "backend", "instance": "a", "model": "m"}
 
@@ -215,3 +217,26 @@ def test_in_any_order_one_is_used_exactly_if_it_is_listed_and_does_not_say_no(
         if may and listed is not None:
             assert used[0].incarnation == listed.incarnation
             assert used[0].group.version == listed.weight_version
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "admitted"),
+    [
+        ({}, None, {"step-1", "step-2", ""}),
+        ({"weights": "latest"}, None, {"step-2"}),
+        ({"weights": "min-version", "min_version": "step-2"}, None, {"step-2"}),
+        ({"weights": "min-version", "min_version": "step-1"}, None, {"step-1", "step-2"}),
+        ({"weights": "min-version", "min_version": "step-1"}, "step-2", {"step-2"}),
+        ({}, "step-2", {"step-2"}),
+        ({}, "step-3", set()),
+    ],
+)
+async def test_weights_choose_who_may_answer(
+    flags: dict[str, str], asked: str | None, admitted: set[str]
+) -> None:
+    router = Router(load_router({**flags, "static": ["aggregated=10.0.0.9:1"]}, environ={}), Resources())
+    for name, version in (("a", "step-1"), ("b", "step-2")):
+        router.dispatch.membership.update(name, entry(weight_version=version), snapshot())
+    admits = router.dispatch.admits(Role.AGGREGATED, "", asked)
+    assert {one.group.version for one in router.dispatch.membership if admits(one.group)} == admitted
+    await router.dispatch.upstream.close()

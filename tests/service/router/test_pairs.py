@@ -52,6 +52,28 @@ async def test_both_hops_of_a_request(stream: bool) -> None:
         assert decode.fetched == prefill.kept and router.idle()
 
 
+async def test_what_a_request_costs_whom() -> None:
+    """A prefill its prompt; then, until it is fetched, its KV cache; a decode the prompt and each token."""
+    async with (
+        engines(1) as (prefill,),
+        engines(1) as (decode,),
+        routing({"prefill": [prefill], "decode": [decode]}, PD) as router,
+    ):
+        p, d = router.member(prefill), router.member(decode)
+        prefill.gate.clear()
+        decode.behaves, decode.times = "hang", 1
+        asking = asyncio.create_task(router.complete(prompt=[1] * 100))
+        await eventually(lambda: prefill.running == 1)
+        assert (p.load, d.load) == (100, 0)
+        prefill.gate.set()
+        await eventually(lambda: decode.running == 1)
+        assert (p.load, d.load) == (pytest.approx(30), 100)
+        asking.cancel()
+        await eventually(router.idle)
+        got = await router.stream(prompt=[1] * 100, max_tokens=50)
+        assert got.done and router.idle()
+
+
 async def test_a_prefill_that_fails_is_done_elsewhere() -> None:
     async with two_and_two() as (router, (bad, good), decodes):
         bad.behaves = "500"

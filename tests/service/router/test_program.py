@@ -86,6 +86,22 @@ async def test_it_finds_instances_serves_and_shows_them(tmp_path: Path, nats_ser
             assert (await get(f"{url}/{path}"))[0] == 200
 
 
+async def test_the_log_has_both_hops_of_a_request(tmp_path: Path) -> None:
+    async with engines(1) as (prefill,), engines(1) as (decode,):
+        statics = ("--static", f"prefill={prefill.url}", "--static", f"decode={decode.url}")
+        async with program(tmp_path, "--policy", "pd", *statics) as (router, url):
+            headers = {"X-Request-Id": "of-the-client"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as http,
+                http.post(f"{url}/v1/completions", json={"prompt": "p"}) as response,
+            ):
+                assert response.status == 200
+            await eventually(lambda: "of-the-client" in router.out.read_text(), within_s=10)
+            (line,) = (line for line in router.out.read_text().splitlines() if "of-the-client" in line)
+            assert "POST /v1/completions 200 of-the-client" in line
+            assert f"prefill={prefill.url} 200" in line and f"decode={decode.url} 200" in line
+
+
 async def test_a_shutdown_lets_requests_finish(tmp_path: Path) -> None:
     async with (
         engines(1) as (engine,),
