@@ -1118,7 +1118,14 @@ class Bus:
 
     async def _watch(self, link: _Link, bucket: str, pattern: str) -> KeyValue.KeyWatcher:
         kv = await self._bucket(link, bucket)
-        return await self._jetstream(kv.watch(pattern, inactive_threshold=WATCH_INACTIVE_S))
+        watcher = await self._jetstream(kv.watch(pattern, inactive_threshold=WATCH_INACTIVE_S))
+        if watcher._init_done:
+            try:
+                await self._jetstream(_check_empty(watcher))
+            except BaseException:
+                await _stop(watcher)
+                raise
+        return watcher
 
     async def _jetstream(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Await a JetStream call of nats-py and turn its errors into ours."""
@@ -1151,6 +1158,25 @@ class Bus:
 
 _OVER = KeyValue.Entry("", "", None, None, None, None, "over")
 """The watch has ended or is to be made anew."""
+
+
+async def _check_empty(watcher: KeyValue.KeyWatcher) -> None:
+    """Take back the word that there is nothing to read, if it came too early.
+
+    nats-py 2.16 gives it when nothing is left to be sent and nothing has arrived; but what was sent may still
+    be on its way. Only what the server has delivered tells.
+    """
+    info = await watcher._sub.consumer_info()  # type: ignore[union-attr]
+    if not info.num_pending and not (info.delivered and info.delivered.consumer_seq):
+        return
+    queue = watcher._updates
+    entries = [entry for _ in range(queue.qsize()) if (entry := queue.get_nowait()) is not None]
+    watcher._init_done = False
+    for entry in entries:
+        queue.put_nowait(entry)
+        if isinstance(entry, KeyValue.Entry) and entry.delta == 0 and not watcher._init_done:
+            queue.put_nowait(None)
+            watcher._init_done = True
 
 
 async def _next_entry(watcher: KeyValue.KeyWatcher, link: _Link) -> KeyValue.Entry | None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from nats.js import JetStreamContext
 
 from bus import connection, subjects
 from bus.connection import (
@@ -477,6 +478,27 @@ async def test_bucket_of_two_creators(bus: Bus, connect: Connect) -> None:
     await bus.ensure_bucket("own", ttl_s=30)
     await bus.ensure_bucket("own", ttl_s=10)  # left as it is
     assert await bus.kv_entries(BUCKET) == {}
+
+
+async def test_what_is_still_on_its_way_is_not_taken_for_nothing(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client is asked what has arrived before it has read it: it then takes a bucket for empty."""
+    await bus.ensure_bucket(BUCKET)
+    assert await bus.kv_entries(BUCKET) == {}
+    for key in ("a", "b", "c"):
+        await bus.kv_put(BUCKET, key, b"1", 1)
+    monkeypatch.setattr(JetStreamContext.PushSubscription, "delivered", 0)
+    for _ in range(5):
+        assert set(await bus.kv_entries(BUCKET)) == {"a", "b", "c"}
+    assert await bus.kv_entries(BUCKET, "x.*") == {}
+    async with contextlib.aclosing(bus.kv_watch(BUCKET)) as updates:
+        read = []
+        async for update in updates:
+            read.append(update.key or update.kind)
+            if update.kind is UpdateKind.SYNCED:
+                break
+    assert read == ["a", "b", "c", UpdateKind.SYNCED]
 
 
 async def test_bucket_values(bus: Bus) -> None:
