@@ -23,6 +23,13 @@ class Access:
         """Whether anybody can be let in at all."""
         return self.loopback or self.token is not None
 
+    @property
+    def demand(self) -> str:
+        """What to tell somebody who is not let in."""
+        if self.token is None:
+            return "only on a loopback address may this be done without --admin-token-file"
+        return "a bearer token is needed"
+
     def allows(self, authorization: str) -> bool:
         """Judge the value of an `Authorization` header.
 

@@ -75,10 +75,7 @@ class Admin:
         if request.path in FOR_ALL:
             return await handler(request)
         if not self._access.allows(request.headers.get("Authorization", "")):
-            text = "a bearer token is needed"
-            if self._access.token is None:
-                text = "only on a loopback address may this be done without --admin-token-file"
-            response = _error(401, "unauthorized", text)
+            response = _error(401, "unauthorized", self._access.demand)
             response.headers["WWW-Authenticate"] = 'Bearer realm="watchkeeper"'
             return response
         if request.method == "POST" and self._access.token is None and "Origin" in request.headers:

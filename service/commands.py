@@ -19,10 +19,9 @@ from bus.connection import Bus, BusError
 from bus.epochs import highest_epoch
 from bus.messages import BadArguments, Reply, Snapshot, StateName, Verb, parse_args
 from service.broker import credentials
-from service.options import BrokerSettings, SettingsError
+from service.options import DEFAULT_NATS, BrokerSettings, SettingsError
 from service.settings import ClientSettings
 
-DEFAULT_URL = "nats://127.0.0.1:4222"
 ALL_OK, SOME_REFUSED, SOME_SILENT = 0, 1, 3
 
 LOOK_AGAIN_S = 1.0
@@ -247,7 +246,7 @@ async def connect(settings: BrokerSettings, name: str, **callbacks: Any) -> Asyn
         log.addHandler(_Complaints(logging.WARNING))
     try:
         bus = await Bus.connect(
-            settings.nats or (DEFAULT_URL,), credentials(settings), name, settings.nats_wait_s, **callbacks
+            settings.nats or (DEFAULT_NATS,), credentials(settings), name, settings.nats_wait_s, **callbacks
         )
         try:
             yield bus

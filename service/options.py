@@ -21,6 +21,9 @@ from typing import Any
 
 from bus.subjects import check_name
 
+DEFAULT_NATS = "nats://127.0.0.1:4222"
+"""The broker of everything but `serve`, which may start one there."""
+
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 
 

@@ -14,6 +14,7 @@ from service.options import (
     ADDRESS,
     BOOLEAN,
     BROKER_OPTIONS,
+    DEFAULT_NATS,
     DIRECTORY,
     FILE_TO_WRITE,
     HOST,
@@ -160,7 +161,7 @@ CALL_TIMEOUTS = Kind(_call_timeout, _toml_call_timeouts, "VERB=SECONDS", repeata
 
 
 CLIENT_OPTIONS: tuple[Option, ...] = (
-    Option("nats", URLS, None, "Broker to talk to.", "nats://127.0.0.1:4222"),
+    Option("nats", URLS, None, "Broker to talk to.", DEFAULT_NATS),
     *BROKER_OPTIONS,
 )
 

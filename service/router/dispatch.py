@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -135,7 +136,7 @@ class Dispatch:
     def failed(self, booking: Booking, failure: Failure) -> None:
         """Draw the conclusions from an attempt that came to nothing."""
         member = booking.member
-        booking.report(failure.outcome)
+        self._report(booking, failure.outcome)
         booking.release()
         self.metrics.attempt(member.role, "refused" if failure.refused else failure.outcome.value)
         # What was aborted says nothing of an instance that would tell if it were paused.
@@ -145,15 +146,19 @@ class Dispatch:
             self.probe_soon(member, failure.retry_after_s)
 
     def succeeded(self, booking: Booking, outcome: Outcome) -> None:
-        booking.report(outcome)
+        self._report(booking, outcome)
         booking.release()
         self.metrics.attempt(booking.member.role, outcome.value)
 
+    def _report(self, booking: Booking, outcome: Outcome) -> None:
+        member, was_isolated = booking.member, booking.member.isolated
+        booking.report(outcome)
+        if member.isolated and not was_isolated:
+            log.warning("%s: %s", member.name, member.reason)
+
     def release(self, kept: "KeptKV", headers: Mapping[str, str]) -> None:
         """See to it, in the background, that a KV cache that nobody will fetch is not kept."""
-        task = asyncio.create_task(self._release(kept, headers))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._in_background(self._release(kept, headers))
 
     def abandon(
         self,
@@ -168,7 +173,10 @@ class Dispatch:
             kept: what is known of it before its answer.
             keeping: what is kept according to its answer.
         """
-        task = asyncio.create_task(self._abandon(attempt, kept, headers, keeping))
+        self._in_background(self._abandon(attempt, kept, headers, keeping))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -276,10 +276,7 @@ class Proxy:
 
     async def _state(self, request: web.BaseRequest) -> web.Response:
         if not self._access.allows(request.headers.get("Authorization", "")):
-            text = "a bearer token is needed"
-            if self._access.token is None:
-                text = "only on a loopback address is this shown without --admin-token-file"
-            response = error_response(401, "unauthorized", text)
+            response = error_response(401, "unauthorized", self._access.demand)
             response.headers["WWW-Authenticate"] = 'Bearer realm="watchkeeper"'
             return response
         return web.Response(body=msgspec.json.encode(self._snapshot()), content_type="application/json")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import uvloop
@@ -13,7 +14,7 @@ from bus.discovery import Change, Listener
 from service.access import Access
 from service.broker import credentials
 from service.listening import CannotListen, bind
-from service.options import Address, SettingsError, read_secret
+from service.options import DEFAULT_NATS, Address, SettingsError, read_secret
 from service.report import complain, log_to_stdout, write_ready_file
 from service.router import status
 from service.router.dispatch import Dispatch
@@ -36,7 +37,6 @@ from service.shutdown import (
 
 log = logging.getLogger(__name__)
 
-DEFAULT_URL = "nats://127.0.0.1:4222"
 POLL_S = 0.02
 RETRY_S = 2.0
 """How often a broker is looked for that was not there at the start."""
@@ -171,7 +171,7 @@ class Router:
     async def _withdraw(self) -> None:
         self._ending = True
 
-    def _in_background(self, name: str, work: Any) -> None:
+    def _in_background(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(_look_at)
 
@@ -193,7 +193,7 @@ class Router:
     async def _connect(self) -> None:
         settings = self._settings
         bus = await Bus.connect(
-            settings.nats or (DEFAULT_URL,),
+            settings.nats or (DEFAULT_NATS,),
             credentials(settings),
             "watchkeeper router",
             settings.nats_wait_s,
@@ -241,7 +241,7 @@ class Router:
             self._address,
             self._started,
             self.proxy.in_flight,
-            self.nats,
+            self.nats or ",".join(self._settings.nats or (DEFAULT_NATS,)),
             not self._bus_away(),
         )
 

@@ -12,6 +12,7 @@ from service.options import (
     ADDRESS,
     BOOLEAN,
     BROKER_OPTIONS,
+    DEFAULT_NATS,
     FILE_TO_WRITE,
     POSITIVE_SECONDS,
     SECONDS,
@@ -140,7 +141,7 @@ ROUTER_OPTIONS: tuple[Option, ...] = (
         "An instance that is not in discovery: role=http://host:port; repeatable.",
         "none",
     ),
-    Option("nats", URLS, None, "Broker of the discovery.", "nats://127.0.0.1:4222"),
+    Option("nats", URLS, None, "Broker of the discovery.", DEFAULT_NATS),
     *BROKER_OPTIONS,
     Option(
         "weights",

@@ -22,7 +22,7 @@ def snapshot(
     address: str,
     started: float,
     in_flight: int,
-    nats: str | None,
+    nats: str,
     connected: bool,
 ) -> dict[str, Any]:
     """Pools, loads, who is out and why.

@@ -9,7 +9,7 @@ import grpc
 
 from service.engine.rpc import control_pb2 as pb
 from service.engine.rpc import control_pb2_grpc
-from tests.integration.served import ALL_UP, NOT_READY, REAL, Served
+from tests.integration.served import ALL_UP, LONG, NOT_READY, REAL, Served
 
 pytestmark = REAL
 
@@ -91,9 +91,10 @@ async def test_the_control_service_of_vllm(served: Served, models: Path, answers
 
 
 async def test_a_request_is_ended_by_the_id_its_client_knows(served: Served) -> None:
-    answer = await served.stream(max_tokens=1500, request_id="drop-in").reaches(3)
     async with grpc.aio.insecure_channel(served.grpc) as channel:
+        await channel.channel_ready()  # what remains to be done is shorter than the answer
         stub = control_pb2_grpc.ControlStub(channel)
+        answer = await served.stream(max_tokens=LONG, request_id="drop-in").reaches(3)
         await stub.Abort(pb.AbortRequest(request_ids=["cmpl-drop-in"]))
     await answer.end()
     assert answer.finish_reason == "abort"

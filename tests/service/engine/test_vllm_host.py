@@ -625,7 +625,9 @@ async def test_the_death_of_a_worker_is_known_at_once(running: Running) -> None:
     async with asyncio.timeout(5):
         while not has_ended(worker):
             await asyncio.sleep(0.01)
-    assert "worker" in await asyncio.wait_for(asyncio.shield(engine.died), 0.3)
+    # EngineCore sees it too, and ends; either may be the first to say so.
+    reason = await asyncio.wait_for(asyncio.shield(engine.died), 0.3)
+    assert "worker" in reason or "EngineCore" in reason
     with pytest.raises(EngineDied, match="worker"):
         await asyncio.wait_for(draining, 0.1)
     await refuses_everything(engine)
