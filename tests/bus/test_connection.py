@@ -371,8 +371,10 @@ async def test_answer_after_a_reconnect_still_reaches_the_asker(
     await other.subscribe("slow", asked.append)
     waiting = asyncio.create_task(bus.request("slow", b"", timeout_s=10))
     await eventually(lambda: asked)
+    before = time.monotonic()
     await nats_server.restart()
-    await eventually(lambda: bus.connected and other.connected)
+    await eventually(lambda: all(one.connected and one.connected_since > before for one in (bus, other)))
+    await bus.flush(5)  # its subscription has reached the server before the answer does
     await other.respond(asked[0], b"done")
     assert await waiting == b"done"
 
