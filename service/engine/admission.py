@@ -7,6 +7,7 @@ be tried again, in the form in which its answer came so far.
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ class AdmissionGate:
         return None if reason is None else Refusal("engine_failed", reason, closing=True)
 
 
-class _Exchange:
+class _Exchange(ABC):
     """One request and its answer, between the server and the application."""
 
     LEFT = ""
@@ -201,21 +202,21 @@ class _Exchange:
         self.refusal: Refusal | None = None
         """Why the request does not run or go on."""
 
+    @abstractmethod
     async def refuse(self, refusal: Refusal) -> None:
         """Answer with an error; nothing was answered yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def conclude(self, refusal: Refusal) -> None:
         """End with an error an answer that may have begun."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def passed(self, message: Message) -> Refusal | None:
         """Look at a message of the application before it is sent: is it the engine's last word?"""
-        raise NotImplementedError
 
+    @abstractmethod
     def sent(self, message: Message) -> None:
         """Note what has been sent."""
-        raise NotImplementedError
 
     async def hold(self) -> bool:
         """Wait until the gate changes. False if the client left."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 from service.router import orders, sse
 from service.router.breaker import Outcome
 from service.router.dispatch import Admits, Dispatch, KeptKV, NoInstance
+from service.router.http_forms import downstream_headers, error_response, upstream_headers
 from service.router.orders import Body, Order
 from service.router.pool import Booking, Group, Loss, Member, Role
 from service.router.relay import Continuable, End, Relay, cut
@@ -28,20 +29,6 @@ GROW_TOKENS = 32
 """The load of a stream is brought up to date this often."""
 SPARE_TRIES = 20
 """Beyond the number of instances; a request must not go round for ever among those that refuse it."""
-
-HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "trailers", "transfer-encoding", "upgrade"} | {
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-}
-# The body is passed on unpacked, and what comes back has to be readable here.
-NOT_UPSTREAM = (
-    HOP_BY_HOP
-    | {"host", "content-length", "content-encoding", "accept-encoding", "expect"}
-    | {"x-request-id"}
-)
-NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
-
 
 NO_INSTANCE = "no_instance"
 SHUTTING_DOWN = {"code": "shutting_down", "message": "the router shuts down"}
@@ -104,7 +91,7 @@ class Exchange:
         self._dispatch, self._request, self._order = dispatch, request, order
         self._request_id = request_id
         self._least_version = request.headers.get("X-Watchkeeper-Min-Version")
-        self._headers = upstream_headers(request.headers, dispatch)
+        self._headers = upstream_headers(request.headers, dispatch.upstream.key)
         self._failed: set[Member] = set()
         self._failures = 0
         self._tries = 0
@@ -477,34 +464,6 @@ class Exchange:
         if leg.prefill is not None:
             headers["X-Watchkeeper-Prefill-Instance"] = leg.prefill.name
         return headers
-
-
-def upstream_headers(given: Mapping[str, str], dispatch: Dispatch) -> CIMultiDict[str]:
-    """The client's headers as an instance may see them."""
-    headers = _without(given, NOT_UPSTREAM)
-    if dispatch.upstream.key is not None and "Authorization" not in headers:
-        headers["Authorization"] = f"Bearer {dispatch.upstream.key}"
-    return headers
-
-
-def downstream_headers(given: Mapping[str, str]) -> CIMultiDict[str]:
-    return _without(given, NOT_DOWNSTREAM)
-
-
-def _without(given: Mapping[str, str], names: Iterable[str]) -> CIMultiDict[str]:
-    headers = CIMultiDict(given)
-    for name in names:
-        headers.popall(name, None)
-    return headers
-
-
-def error_response(status: int, code: str, message: str) -> web.Response:
-    """An error of our own, in the form in which OpenAI's clients read it."""
-    retryable = status in (429, 502, 503, 504)
-    error = {"code": code, "type": code, "retryable": retryable, "message": message}
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
-    body = msgspec.json.encode({"error": error})
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def _alike(one: str, other: str) -> bool:

@@ -18,7 +18,8 @@ from service.listening import listen
 from service.router.access_log import AccessLog
 from service.router.breaker import Outcome
 from service.router.dispatch import Dispatch, NoInstance
-from service.router.exchange import Exchange, downstream_headers, error_response, upstream_headers
+from service.router.exchange import Exchange
+from service.router.http_forms import downstream_headers, error_response, upstream_headers
 from service.router.orders import INFERENCE, BadOrder, Order
 from service.router.pool import Member, Role
 from service.router.sse import Splitter, encode
@@ -169,7 +170,7 @@ class Proxy:
             body = await _body(request)
         except BadOrder as error:
             return error_response(400, "invalid_request", str(error)), "400"
-        headers = upstream_headers(request.headers, dispatch)
+        headers = upstream_headers(request.headers, dispatch.upstream.key)
         headers["X-Request-Id"] = request_id
         if "Content-Encoding" in request.headers:
             headers["Content-Encoding"] = request.headers["Content-Encoding"]
