@@ -29,6 +29,7 @@ class Engine:
         behaves: what it does to a request for inference: see `_infer`.
         times: how often it does that; then it is well.
         at: after how many tokens a stream breaks.
+        retry_after: what it says in a refusal.
         healthy: whether `/health` is 200.
         asked: bodies and headers of all that it was asked, by path.
         probed: how often `/health` was asked.
@@ -39,6 +40,7 @@ class Engine:
     behaves: str = "well"
     times: int = 10**9
     at: int = 3
+    retry_after: str = "0.2"
     healthy: bool = True
     models: tuple[str, ...] = ("m",)
     asked: list[tuple[str, dict[str, Any], Mapping[str, str]]] = field(default_factory=list)
@@ -129,7 +131,7 @@ class Engine:
                 return _error(429, "busy", "later")
             case "paused":
                 response = _error(503, "engine_paused", "paused by command")
-                response.headers["Retry-After"] = "0.2"
+                response.headers["Retry-After"] = self.retry_after
                 return response
             case "hang":
                 await asyncio.Event().wait()

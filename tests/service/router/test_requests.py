@@ -148,14 +148,20 @@ SOON = aiohttp.ClientTimeout(10)
 
 async def test_one_that_is_paused_is_set_aside_until_it_may_be_asked_again() -> None:
     async with engines(2) as (paused, good), routing([paused, good]) as router:
-        paused.behaves = "paused"
+        paused.behaves, paused.retry_after = "paused", "60"
         for _ in range(5):
             assert (await router.complete())[0] == 200
         assert len(paused.asked) == 1
         member = router.member(paused)
         assert member.breaker.failures == 0 and member.reason == "paused by command"
-        paused.behaves = "well"
-        await router.until_used(paused)  # Retry-After 0.2, and a probe
+
+
+async def test_one_that_was_paused_is_used_again_after_the_time_that_it_said() -> None:
+    async with engines(1) as (paused,), routing([paused]) as router:
+        paused.behaves, paused.times = "paused", 1
+        assert (await router.complete())[0] == 503
+        await router.until_used(paused)  # Retry-After, and a probe
+        assert (await router.complete())[0] == 200
 
 
 async def test_all_out_is_told_at_once_and_why() -> None:
