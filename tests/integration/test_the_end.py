@@ -60,11 +60,12 @@ async def test_death_of_engine_core_is_told_at_once(doomed: Served) -> None:
     served = doomed
     [core] = served.processes("VLLM::EngineCore")
     assert served.processes("VLLM::Worker")
-    running = await served.stream(max_tokens=LONG).reaches(5)
-    draining = asyncio.create_task(served.engine.pause("wait"))
-    await served.watches["readiness"].shows(NOT_SERVING)
-    waiting = asyncio.create_task(served.engine.resume())
     async with events_of(served) as events:
+        running = await served.stream(max_tokens=LONG).reaches(5)
+        draining = asyncio.create_task(served.engine.pause("wait"))
+        await served.watches["readiness"].shows(NOT_SERVING)
+        waiting = asyncio.create_task(served.engine.resume())
+        await served.engine.status()  # the resume has arrived before that answer
         assert not running.ended
         os.kill(core, signal.SIGKILL)
         killed_s = time.monotonic()

@@ -53,7 +53,7 @@ class Serving:
         assert state is not None
         return state
 
-    async def until(self, state: str, within_s: float = 20.0) -> Snapshot:
+    async def until(self, state: str, within_s: float = 60.0) -> Snapshot:
         """The settled snapshot once the instance shows this state."""
         return await self.client.wait_for(self.name, state, timeout_s=within_s)
 
@@ -87,7 +87,7 @@ class Serving:
     def signal(self, number: signal.Signals) -> None:
         self.program.process.send_signal(number)
 
-    async def end(self, within_s: float = 20.0) -> int:
+    async def end(self, within_s: float = 60.0) -> int:
         return await self.program.end(within_s)
 
     @contextlib.asynccontextmanager
@@ -142,7 +142,7 @@ async def serving(
         await client.bus.subscribe(pattern, lambda message: events.append(decode_snapshot(message.data)))
         program = await Program.start(folder, *arguments)
         try:
-            await eventually(lambda: ready.exists() or program.exit_code is not None, within_s=20)
+            await eventually(lambda: ready.exists() or program.exit_code is not None, within_s=60)
             assert ready.exists(), program.last_words()
             made = Serving(program, client, json.loads(ready.read_text()))
         except BaseException:

@@ -56,7 +56,7 @@ async def serve(tmp_path: Path, port: int) -> AsyncIterator[Serve]:
 
 async def ready(program: Program, file: Path) -> str:
     """The URL of its broker, once it has said that it is there."""
-    await eventually(lambda: file.exists() or program.exit_code is not None, within_s=20)
+    await eventually(lambda: file.exists() or program.exit_code is not None, within_s=60)
     assert file.exists(), program.last_words()
     return str(json.loads(file.read_text())["nats"])
 
@@ -125,7 +125,7 @@ async def test_of_two_that_start_together_one_starts_the_server(serve: Serve, tm
 async def test_a_port_that_something_else_has(serve: Serve, port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         program = await serve("one", "--nats-wait-s", "0.5")
-        assert await program.end(within_s=20) == 2
+        assert await program.end(within_s=60) == 2
     expected = f"watchkeeper: error: cannot start a NATS server on 127.0.0.1:{port}: the port is taken\n"
     assert program.stderr() == expected
     assert program.left() == []

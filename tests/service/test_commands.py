@@ -195,7 +195,7 @@ async def test_a_terminal_shows_who_is_waited_for(fleet: Fleet, nats_server: Nat
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
 
     try:
-        await eventually(lambda: re.search(r"waiting for pause.* 1/2 ", screen()), within_s=20)
+        await eventually(lambda: re.search(r"waiting for pause.* 1/2 ", screen()), within_s=60)
         async with asyncio.timeout(20):
             out, _ = await process.communicate()
         assert process.returncode == 3

@@ -35,7 +35,7 @@ def ends(update: FleetUpdate) -> dict[str, End]:
 
 
 async def all_show(instances: dict[str, Serving], wanted: Callable[[Snapshot], bool]) -> None:
-    await eventually(lambda: all(wanted(each.events[-1]) for each in instances.values()), within_s=20)
+    await eventually(lambda: all(wanted(each.events[-1]) for each in instances.values()), within_s=60)
 
 
 async def test_updates_of_a_fleet(tmp_path: Path, nats_url: str) -> None:

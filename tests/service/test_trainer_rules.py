@@ -135,7 +135,7 @@ async def test_who_is_told_of_an_instance_may_command_it_at_once(tmp_path: Path,
             Listener(client.bus, "default", "backend", changed),
             serving(tmp_path, nats_url, state=None) as one,
         ):
-            await eventually(lambda: answers, within_s=20)
+            await eventually(lambda: answers, within_s=60)
             state = (await answers[0]).state
             assert state is not None and state.live
             await one.until("serving")

@@ -122,7 +122,7 @@ async def test_without_a_terminal_each_change_is_a_line(
         def lines() -> list[str]:
             return program.out.read_text().splitlines()
 
-        await eventually(lines, within_s=20)
+        await eventually(lines, within_s=60)
         await show(bus, snapshot("w1", in_flight=3))  # a figure that moves is no change
         await show(bus, snapshot("w1", "paused", seq=2, cause=Cause(verb="pause", issuer="ann")))
         await show(bus, snapshot("w0", "starting"))
@@ -173,7 +173,7 @@ async def test_on_a_terminal_the_table_is_redrawn(bus: Bus, nats_server: NatsSer
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
 
     try:
-        await eventually(lambda: re.search(r"w1 +serving +yes +default", screen()), within_s=20)
+        await eventually(lambda: re.search(r"w1 +serving +yes +default", screen()), within_s=60)
         assert "1 instance of default.backend: 1 serving" in screen()
         await show(bus, snapshot("w1", "asleep", seq=2))
         await eventually(lambda: re.search(r"w1 +asleep +no", screen()))

@@ -37,7 +37,7 @@ async def fleet(
 async def routed(nats: str, *flags: str, used: int) -> AsyncIterator[Routing]:
     async with routing([], *flags, nats=nats) as router:
         members = router.router.dispatch.membership
-        await eventually(lambda: sum(one.admissible for one in members) == used, within_s=20)
+        await eventually(lambda: sum(one.admissible for one in members) == used, within_s=60)
         yield router
 
 
@@ -227,7 +227,7 @@ async def test_without_a_broker_everything_goes_on(tmp_path: Path, nats_server: 
         for _ in range(10):
             assert (await router.complete())[0] == 200
         await nats_server.start()
-        await eventually(lambda: router.router._bus.connected, within_s=20)  # type: ignore[union-attr]
+        await eventually(lambda: router.router._bus.connected, within_s=60)  # type: ignore[union-attr]
         for _ in range(4):
             assert (await router.complete())[0] == 200
         await eventually(lambda: "i-0" in used(router))

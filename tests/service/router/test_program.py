@@ -35,7 +35,7 @@ async def program(
         arguments += ["--static", f"aggregated={engine.url}"]
     started = await Program.start(folder, *arguments, *options)
     try:
-        await eventually(lambda: ready.exists() or started.exit_code is not None, within_s=20)
+        await eventually(lambda: ready.exists() or started.exit_code is not None, within_s=60)
         assert ready.exists(), started.last_words()
         yield started, f"http://{json.loads(ready.read_text())['http']}"
     finally:
@@ -44,7 +44,7 @@ async def program(
 
 async def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
     started = await Program.start(folder, *arguments)
-    code = await started.end(within_s=20)
+    code = await started.end(within_s=60)
     return code, started.out.read_text(), started.stderr()
 
 
