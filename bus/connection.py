@@ -674,7 +674,7 @@ class Bus:
                         continue
                     if seen is not None:
                         seen.add(entry.key)
-                    update = _update(entry, known)
+                    update = _update(entry, known, live=seen is None)
                     if update is not None:
                         yield update
             finally:
@@ -1194,10 +1194,16 @@ async def _next_entry(watcher: KeyValue.KeyWatcher, link: _Link) -> KeyValue.Ent
     return entry if entry is None or isinstance(entry, KeyValue.Entry) else _OVER
 
 
-def _update(entry: KeyValue.Entry, known: dict[str, int]) -> KvUpdate | None:
-    """What is new in this entry, or None; `known` has the revision of each present key."""
+def _update(entry: KeyValue.Entry, known: dict[str, int], live: bool) -> KvUpdate | None:
+    """What is new in this entry, or None.
+
+    Args:
+        known: the revision of each present key.
+        live: it has happened now. A key that is gone is told then even if it was never seen: of what
+            came and went at once only the end is sent, and others may have told of it.
+    """
     if entry.operation is not None or not entry.value:
-        if known.pop(entry.key, None) is None:
+        if known.pop(entry.key, None) is None and not live:
             return None
         expired = entry.operation == "PURGE"
         return KvUpdate(entry.key, None, UpdateKind.EXPIRED if expired else UpdateKind.DELETE)

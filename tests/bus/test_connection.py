@@ -503,6 +503,16 @@ async def test_what_is_still_on_its_way_is_not_taken_for_nothing(
     assert read == ["a", "b", "c", UpdateKind.SYNCED]
 
 
+async def test_what_came_and_went_at_once_is_told_to_be_gone(bus: Bus) -> None:
+    """Of a key that is put and deleted before the server has sent it only the end is sent."""
+    await bus.ensure_bucket(BUCKET)
+    await bus.kv_delete(BUCKET, "long-ago", 1)
+    async with contextlib.aclosing(bus.kv_watch(BUCKET)) as updates:
+        assert (await anext(updates)).kind is UpdateKind.SYNCED
+        await bus.kv_delete(BUCKET, "at-once", 1)
+        assert await anext(updates) == KvUpdate("at-once", None, UpdateKind.DELETE)
+
+
 async def test_bucket_values(bus: Bus) -> None:
     with pytest.raises(NoBucket):
         await bus.kv_put(BUCKET, "a.b", b"1", 1)

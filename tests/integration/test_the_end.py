@@ -148,8 +148,8 @@ async def test_sigterm_lets_requests_finish(doomed: Served) -> None:
 
 async def test_nothing_survives_the_control_process(doomed: Served) -> None:
     served = doomed
-    answer = await served.stream(max_tokens=LONG).reaches(5)
     assert len(served.processes("")) >= 4  # itself, the host, EngineCore, a worker
+    answer = await served.stream(max_tokens=LONG).reaches(5)
     served.program.process.kill()
     killed_s = time.monotonic()
     await eventually(lambda: not served.program.left(), within_s=SOON_S)
