@@ -42,8 +42,12 @@ TIMER_EARLY_S = 0.01
 """uvloop's timers count milliseconds from a clock that was read before: they may end early."""
 
 GATE_LIMIT_S = 1.0
-"""An order to the host's admission gate takes well under a millisecond; a host that does not take
-it in this time hangs, which the health question finds, and must not hold up everybody else."""
+"""An order to the host's admission gate takes well under a millisecond. A host that does not take it in
+this time must not hold up everybody else; it is told again until it does."""
+OPENING_LIMIT_S = 10.0
+"""Traffic comes back only to a gate that is open. A host that does not open it in this time hangs, which
+the health question finds."""
+GATE_RETRY_S = 0.2
 
 
 class Engine(Protocol):
@@ -111,6 +115,7 @@ class Runner:
         self._may_run.set()
         self._engine_s = 0.0
         self._late: asyncio.Task[None] | None = None  # the last call that timed out
+        self._gate: fx.Admit | None = None
         self._let_in = 0  # requests in flight when the gate was last set
         self.failure: asyncio.Future[fx.BeginFailure] = asyncio.get_running_loop().create_future()
         self.shutdown: asyncio.Future[fx.BeginShutdown] = asyncio.get_running_loop().create_future()
@@ -218,15 +223,31 @@ class Runner:
                 assert_never(effect)
 
     async def _admit(self, effect: fx.Admit) -> None:
+        self._gate = effect
+        opens = effect.admission is Admission.OPEN
+        if not await self._order_gate(effect, OPENING_LIMIT_S if opens else GATE_LIMIT_S):
+            self._spawn(self._order_gate_again(effect))
+
+    async def _order_gate(self, effect: fx.Admit, limit_s: float) -> bool:
+        """Whether nothing is left to be done."""
         try:
-            async with asyncio.timeout(GATE_LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 self._let_in = await self._engine.set_admission(
                     effect.admission, effect.reason, effect.end_held, effect.code
                 )
-        except (EngineDied, TimeoutError) as error:
+        except EngineDied as error:
             log.debug("admission not set: %r", error)  # found and reported elsewhere
-        except EngineError as error:
-            log.warning("admission not set: %s", error)
+        except (EngineError, TimeoutError) as error:
+            log.warning("the engine host has not taken the order about requests: %r", error)
+            return False
+        return True
+
+    async def _order_gate_again(self, effect: fx.Admit) -> None:
+        """Until it is taken, or there is another one; the shutdown gives its own."""
+        while self._gate is effect and not self.shutdown.done():
+            if await self._order_gate(effect, GATE_LIMIT_S):
+                return
+            await asyncio.sleep(GATE_RETRY_S)
 
     async def _cut_drain(self) -> None:
         try:

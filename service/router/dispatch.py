@@ -20,7 +20,7 @@ from service.router.upstream import Failure, Stream, Upstream, Whole
 log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
-LAST_WORDS_S = 0.5
+LAST_WORDS_S = 2.0
 """How long a prefill has to answer after it was told to end; then its connection is broken."""
 ABORT_PATHS = ("/abort_requests", "/inference/v1/abort_requests")
 """vLLM has the one in its development mode and with --tokens-only, the other with --enable-scale-out."""

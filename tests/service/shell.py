@@ -28,6 +28,9 @@ class GatedEngine:
         self.scheduling = True
         self.asleep: tuple[Tag, ...] = ()
         self.admission = Admission.REFUSED
+        self.deaf_to_admission = 0
+        """So many orders about requests are not taken before `hears`: the host stands still."""
+        self.hears = asyncio.Event()
         self.in_flight = 0
         self.aborted = 0
         self.errors: dict[str, Exception] = {}
@@ -96,6 +99,9 @@ class GatedEngine:
             self.open("pause")
 
     async def set_admission(self, admission: Admission, reason: str, end_held: bool, code: str) -> int:
+        if self.deaf_to_admission:
+            self.deaf_to_admission -= 1
+            await self.hears.wait()
         self.admission = admission
         return self.in_flight
 

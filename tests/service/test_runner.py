@@ -2,8 +2,12 @@
 
 import asyncio
 
+import pytest
+
+from service import runner
 from service.engine.protocol import EngineDied, EngineError
 from statemachine.states import Admission
+from tests.broker import eventually
 from tests.service.shell import TIMEOUTS_S, shell
 
 
@@ -34,6 +38,45 @@ async def test_traffic_is_back_before_the_reply_to_a_resume() -> None:
             ("state", ("serving", True)),
             ("reply", reply_to),
         ]
+
+
+async def test_traffic_comes_back_only_to_a_gate_that_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that stood still for a moment would refuse what discovery sends to it."""
+    monkeypatch.setattr(runner, "GATE_LIMIT_S", 0.001)
+    async with shell() as s:
+        await s.do("pause")
+        s.traffic.seen.clear()
+        s.engine.deaf_to_admission = 1
+        reply_to = s.send("resume")
+        await eventually(lambda: s.engine.deaf_to_admission == 0)
+        await asyncio.sleep(0.05)  # nothing comes of it
+        assert s.traffic.seen == [("state", ("paused", False))]
+        s.engine.hears.set()
+        assert (await s.reply(reply_to))["ok"]
+        assert s.engine.admission is Admission.OPEN and ("readiness", True) in s.traffic.seen
+
+
+async def test_an_order_that_was_not_taken_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "GATE_LIMIT_S", 0.02)
+    monkeypatch.setattr(runner, "OPENING_LIMIT_S", 0.02)
+    async with shell() as s:
+        s.engine.deaf_to_admission = 2
+        assert (await s.do("pause"))["ok"]
+        await eventually(lambda: s.engine.admission is Admission.REFUSED and not s.engine.deaf_to_admission)
+        s.engine.deaf_to_admission = 2
+        assert (await s.do("resume"))["ok"]
+        await eventually(lambda: s.engine.admission is Admission.OPEN)
+
+
+async def test_an_order_that_was_overtaken_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "GATE_LIMIT_S", 0.02)
+    monkeypatch.setattr(runner, "GATE_RETRY_S", 0.02)
+    async with shell() as s:
+        s.engine.deaf_to_admission = 1
+        assert (await s.do("pause"))["ok"]
+        assert (await s.do("resume"))["ok"]
+        await asyncio.sleep(0.2)  # nothing comes of it
+        assert s.engine.admission is Admission.OPEN
 
 
 async def test_commands_run_one_at_a_time_in_order_of_arrival() -> None:

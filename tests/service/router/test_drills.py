@@ -52,7 +52,6 @@ async def drill(fleet: Fleet, name: str, **plan: Any) -> None:
     assert missed == [], tables(reports)
 
 
-@pytest.mark.xdist_group("drills")
 @pytest.mark.parametrize(
     "name", ["kill", "kill-migrate", "pause", "refuse", "hung", "all-down", "broker-gone", "leave"]
 )
@@ -60,7 +59,6 @@ async def test_one_of_four(aggregated: Fleet, name: str) -> None:
     await drill(aggregated, name, modes=("wait", "keep"))
 
 
-@pytest.mark.xdist_group("drills of pairs")
 @pytest.mark.parametrize(
     ("name", "role"),
     [
@@ -74,13 +72,11 @@ async def test_prefill_and_decode(pairs: Fleet, name: str, role: str | None) -> 
     await drill(pairs, name, role=role)
 
 
-@pytest.mark.xdist_group("drills of pairs")
 @pytest.mark.parametrize(("role", "mode"), [("decode", "abort"), ("prefill", "keep")])
 async def test_a_pause_of_one_of_a_pair(pairs: Fleet, role: str, mode: str) -> None:
     await drill(pairs, "pause", role=role, modes=(mode,))
 
 
-@pytest.mark.xdist_group("drills of pairs")
 async def test_clients_leave_where_an_abort_frees_no_kv_cache(tmp_path: Path) -> None:
     arguments = (*engine_args(PLAN.token_s), *DRILLS["leave-kept"].engine_args)
     async with a_fleet(tmp_path, "pd", arguments, HEALTH, ("prefill", "decode")) as fleet:
